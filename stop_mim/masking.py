@@ -1,0 +1,303 @@
+"""Which patches are context and which are targets: sampled for a whole batch at once, on any device.
+
+Token counts are fixed when a sampler is made, so that every batch has the same shapes; `docs/method.md` says how the
+counts are chosen and what is lost.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from stop_mim.errors import InputError
+from stop_mim.positions import Grid, as_grid
+
+Range = tuple[float, float]
+
+# A layout with too few context patches is drawn anew at most this often: with the default counts one in twenty is
+# short, so that less than one in a hundred thousand stays short.
+LAYOUT_DRAWS = 4
+# The default counts are such that this part of the blocks, and of the contexts, is too small.
+TOO_SMALL_BLOCKS, TOO_SMALL_CONTEXTS = 0.10, 0.05
+# A context count that fewer layouts than this can give is refused.
+FEASIBLE_LAYOUTS = 0.05
+RELEASE_DRAWS = 100
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Patch indices, row-major over the grid, ascending: one set of context patches and some target blocks an image."""
+
+    context: Int[Tensor, "batch n_context"]
+    targets: Int[Tensor, "batch n_blocks n_target"]
+
+    def __len__(self) -> int:
+        return len(self.context)
+
+    def __getitem__(self, images: slice) -> "Masks":
+        return Masks(self.context[images], self.targets[images])
+
+
+class RandomMasks:
+    """Uniform random masking: a part of the patches is the one target block, the rest is context."""
+
+    def __init__(self, grid: Grid | int, mask_ratio: float = 0.75) -> None:
+        self.grid = as_grid(grid)
+        patches = self.grid[0] * self.grid[1]
+        self.target_tokens = round(mask_ratio * patches)
+        self.context_tokens = patches - self.target_tokens
+        if self.target_tokens < 1 or self.context_tokens < 1:
+            raise InputError(
+                f"masks.mask_ratio is {mask_ratio}: on a grid of {_grid_name(self.grid)} it leaves {self.context_tokens} "
+                f"context and {self.target_tokens} target patches, and at least one of each is needed."
+            )
+
+    def sample(
+        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+    ) -> Masks:
+        """Masks for a batch; the generator must be on the same device."""
+        scores = torch.rand(batch_size, math.prod(self.grid), device=device, generator=generator)
+        order = scores.argsort(dim=1)
+        context, target = order.split([self.context_tokens, self.target_tokens], dim=1)
+        return Masks(context.sort(dim=1).values, target.sort(dim=1).values[:, None])
+
+    def __repr__(self) -> str:
+        return f"RandomMasks(grid={_grid_name(self.grid)}, {self.context_tokens} context, {self.target_tokens} target tokens)"
+
+
+class MultiBlockMasks:
+    """I-JEPA's masks: some rectangular target blocks, and one large context block minus the targets.
+
+    Every image has block shapes and positions of its own; `scale` is a part of the grid's area, `aspect` is height over
+    width. `target_tokens` and `context_tokens` are the fixed counts: of a larger block or context, a uniformly random
+    subset of that size is kept. `compat="release"` samples as the released I-JEPA and StoP code does, with its defects.
+    """
+
+    def __init__(
+        self,
+        grid: Grid | int,
+        n_blocks: int = 4,
+        target_scale: Range = (0.15, 0.2),
+        target_aspect: Range = (0.75, 1.5),
+        context_scale: Range = (0.85, 1.0),
+        context_aspect: Range = (1.0, 1.0),
+        target_tokens: int | None = None,
+        context_tokens: int | None = None,
+        compat: Literal["release"] | None = None,
+        min_context: int = 10,
+    ) -> None:
+        self.grid, self.n_blocks, self.compat, self.min_context = as_grid(grid), n_blocks, compat, min_context
+        if n_blocks < 1:
+            raise InputError(f"masks.n_blocks is {n_blocks}: at least one target block is needed.")
+        self._ranges = (target_scale, target_aspect, context_scale, context_aspect)
+        for name, values in zip(
+            ("target_scale", "target_aspect", "context_scale", "context_aspect"), self._ranges, strict=True
+        ):
+            _check_range(f"masks.{name}", values, upper=1.0 if "scale" in name else math.inf)
+        self._target_shapes = BlockShapes.of(self.grid, target_scale, target_aspect)
+        self._context_shapes = BlockShapes.of(self.grid, context_scale, context_aspect)
+        self._tables: dict[torch.device, tuple[BlockShapes, BlockShapes]] = {}
+        self._fix_target_tokens(target_tokens)
+        self._fix_context_tokens(context_tokens)
+
+    def _fix_target_tokens(self, wanted: int | None) -> None:
+        areas = self._target_shapes.areas()
+        self.mean_block_area = float((areas * self._target_shapes.probabilities).sum())
+        self.target_tokens = wanted or self._target_shapes.area_quantile(TOO_SMALL_BLOCKS)
+        if not 1 <= self.target_tokens <= int(areas.max()):
+            raise InputError(
+                f"masks.target_tokens is {self.target_tokens}: target blocks on a grid of {_grid_name(self.grid)} have 1 "
+                f"to {int(areas.max())} patches; choose a number in between."
+            )
+        self._target_shapes = self._target_shapes.at_least(self.target_tokens)
+
+    def _fix_context_tokens(self, wanted: int | None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        targets, context = self._draw_blocks(4096, "cpu", generator)
+        available = (context & ~targets.any(1)).sum(1)
+        self.mean_context_available = float(available.float().mean())
+        spare = math.prod(self.grid) - self.n_blocks * self.target_tokens
+        usual = int(available.float().quantile(TOO_SMALL_CONTEXTS, interpolation="lower"))
+        self.context_tokens = wanted or min(usual, spare)
+        feasible = float((available >= self.context_tokens).float().mean())
+        if self.context_tokens < 1 or feasible < FEASIBLE_LAYOUTS or self.context_tokens > spare:
+            most = max(0, min(spare, int(available.float().quantile(1 - FEASIBLE_LAYOUTS, interpolation="lower"))))
+            raise InputError(
+                f"The masks do not fit a grid of {_grid_name(self.grid)} patches: beside {self.n_blocks} target blocks of "
+                f"scale {self._ranges[0]} there is room for at most {most} context patches and {max(1, self.context_tokens)}"
+                " are wanted; use smaller or fewer blocks, fewer masks.context_tokens or smaller patches."
+            )
+
+    def sample(
+        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+    ) -> Masks:
+        """Masks for a batch; the generator must be on the same device."""
+        if self.compat == "release":
+            return self._sample_release(batch_size, device, generator)
+        targets, context = self._draw_layouts(batch_size, device, generator)
+        scores = torch.rand(targets.shape, device=device, generator=generator)
+        chosen = scores.masked_fill(~targets, -1.0).topk(self.target_tokens, dim=-1).indices
+        taken = torch.zeros_like(context).scatter(1, chosen.flatten(1), True)
+        # Patches outside both blocks, then target patches that were not chosen, fill a context that is short: rarely.
+        free = ~targets.any(1)
+        preference = (~taken).float() + free + (free & context)
+        scores = preference + torch.rand(preference.shape, device=device, generator=generator)
+        context_indices = scores.topk(self.context_tokens, dim=-1).indices
+        return Masks(context_indices.sort(dim=-1).values, chosen.sort(dim=-1).values)
+
+    def _draw_layouts(
+        self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
+    ) -> tuple[Bool[Tensor, "batch blocks patches"], Bool[Tensor, "batch patches"]]:
+        """Of a few layouts an image, the first that leaves enough context."""
+        targets, context = self._draw_blocks(batch_size * LAYOUT_DRAWS, device, generator)
+        available = (context & ~targets.any(1)).sum(1).clamp(max=self.context_tokens).unflatten(0, (batch_size, -1))
+        # argmax may return any of equal values, so an earlier draw is made strictly better.
+        earliness = torch.arange(LAYOUT_DRAWS, 0, -1, device=available.device)
+        best = (available * (LAYOUT_DRAWS + 1) + earliness).argmax(1)
+        rows = best + torch.arange(batch_size, device=best.device) * LAYOUT_DRAWS
+        return targets[rows], context[rows]
+
+    def _draw_blocks(
+        self, layouts: int, device: torch.device | str, generator: torch.Generator | None
+    ) -> tuple[Bool[Tensor, "layouts blocks patches"], Bool[Tensor, "layouts patches"]]:
+        target_shapes, context_shapes = self._tables_on(torch.device(device))
+        targets = target_shapes.draw((layouts, self.n_blocks), generator)
+        context = context_shapes.draw((layouts, 1), generator)
+        return self._place(targets, generator), self._place(context, generator)[:, 0]
+
+    def _place(
+        self, shapes: Int[Tensor, "layouts blocks 2"], generator: torch.Generator | None
+    ) -> Bool[Tensor, "layouts blocks patches"]:
+        """Blocks of these shapes anywhere on the grid, the last row and column included."""
+        grid = torch.stack([torch.full_like(shapes[..., axis], self.grid[axis]) for axis in (0, 1)], dim=-1)
+        places = torch.rand(shapes.shape, device=shapes.device, generator=generator)
+        corners = (places * (grid - shapes + 1)).long().minimum(grid - shapes)
+        return _block_masks(corners, shapes, self.grid)
+
+    def _tables_on(self, device: torch.device) -> "tuple[BlockShapes, BlockShapes]":
+        if device not in self._tables:
+            self._tables[device] = (self._target_shapes.to(device), self._context_shapes.to(device))
+        return self._tables[device]
+
+    def _sample_release(self, batch_size: int, device: torch.device | str, generator: torch.Generator | None) -> Masks:
+        """As the released code: one shape a batch, no last row or column, context cut to the shortest in raster order."""
+        target_scale, target_aspect, context_scale, context_aspect = self._ranges
+        for _ in range(RELEASE_DRAWS):
+            target = self._release_blocks((batch_size, self.n_blocks), target_scale, target_aspect, device, generator)
+            context = self._release_blocks((batch_size, 1), context_scale, context_aspect, device, generator)[:, 0]
+            context &= ~target.any(1)
+            kept = int(context.sum(1).min())
+            if kept >= self.min_context:
+                break
+        else:
+            raise InputError(
+                f"The released sampler finds no layout with masks.min_context = {self.min_context} context patches on a grid"
+                f" of {_grid_name(self.grid)} for a batch of {batch_size}: use a smaller batch, or leave compat out."
+            )
+        first_in_raster_order = context.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        targets = target.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        return Masks(first_in_raster_order[:, :kept], targets[..., : int(target[0, 0].sum())])
+
+    def _release_blocks(
+        self,
+        count: tuple[int, int],
+        scale: Range,
+        aspect: Range,
+        device: torch.device | str,
+        generator: torch.Generator | None,
+    ) -> Bool[Tensor, "batch blocks patches"]:
+        chance = float(torch.rand((), device=device, generator=generator))
+        area = int(math.prod(self.grid) * (scale[0] + chance * (scale[1] - scale[0])))
+        ratio = aspect[0] + chance * (aspect[1] - aspect[0])
+        wanted = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        height, width = (max(1, min(side, limit - 1)) for side, limit in zip(wanted, self.grid, strict=True))
+        corners = torch.stack(
+            [
+                torch.randint(max(1, limit - side), count, device=device, generator=generator)
+                for side, limit in zip((height, width), self.grid, strict=True)
+            ],
+            dim=-1,
+        )
+        shapes = torch.tensor([height, width], device=device).expand_as(corners)
+        return _block_masks(corners, shapes, self.grid)
+
+    def __repr__(self) -> str:
+        if self.compat == "release":
+            return f"MultiBlockMasks(grid={_grid_name(self.grid)}, {self.n_blocks} blocks, compat=release)"
+        return (
+            f"MultiBlockMasks(grid={_grid_name(self.grid)}, context {self.context_tokens} of "
+            f"{self.mean_context_available:.0f} tokens, targets {self.n_blocks} x {self.target_tokens} of "
+            f"{self.mean_block_area:.0f})"
+        )
+
+
+@dataclass(frozen=True)
+class BlockShapes:
+    """The block shapes that a scale and an aspect range can give on a grid, with their probabilities."""
+
+    shapes: Int[Tensor, "n_shapes 2"]
+    probabilities: Float[Tensor, "n_shapes"]
+
+    @staticmethod
+    def of(grid: Grid, scale: Range, aspect: Range, resolution: int = 256) -> "BlockShapes":
+        """Scale and aspect independent and uniform, sides rounded to whole patches, area kept where the grid is narrow."""
+        middle = (torch.arange(resolution, dtype=torch.float64) + 0.5) / resolution
+        areas = (math.prod(grid) * (scale[0] + middle * (scale[1] - scale[0])))[:, None]
+        ratios = (aspect[0] + middle * (aspect[1] - aspect[0]))[None]
+        heights = (areas * ratios).sqrt().clamp(max=grid[0])
+        widths = (areas / heights).clamp(max=grid[1])
+        heights = (areas / widths).clamp(max=grid[0])
+        sides = torch.stack([heights, widths], dim=-1).round().long().clamp(min=1).flatten(0, 1)
+        shapes, counts = sides.unique(dim=0, return_counts=True)
+        return BlockShapes(shapes, (counts / counts.sum()).float())
+
+    def areas(self) -> Int[Tensor, "n_shapes"]:
+        """Patches in each shape."""
+        return self.shapes.prod(-1)
+
+    def area_quantile(self, part: float) -> int:
+        """The area that all but this part of the blocks reach."""
+        areas, order = self.areas().sort()
+        below = self.probabilities[order].cumsum(0)
+        return int(areas[min(int((below <= part).sum()), len(areas) - 1)])
+
+    def at_least(self, area: int) -> "BlockShapes":
+        """Without the shapes smaller than this."""
+        large = self.areas() >= area
+        return BlockShapes(self.shapes[large], self.probabilities[large] / self.probabilities[large].sum())
+
+    def to(self, device: torch.device) -> "BlockShapes":
+        """On another device."""
+        return BlockShapes(self.shapes.to(device), self.probabilities.to(device))
+
+    def draw(self, count: tuple[int, int], generator: torch.Generator | None) -> Int[Tensor, "layouts blocks 2"]:
+        """Independent shapes."""
+        chance = torch.rand(count, device=self.shapes.device, generator=generator)
+        drawn = torch.searchsorted(self.probabilities.cumsum(0), chance, right=True)
+        return self.shapes[drawn.clamp(max=len(self.shapes) - 1)]
+
+
+def _block_masks(
+    corners: Int[Tensor, "batch blocks 2"], shapes: Int[Tensor, "batch blocks 2"], grid: Grid
+) -> Bool[Tensor, "batch blocks patches"]:
+    ends = corners + shapes
+    inside = [
+        (steps >= corners[..., axis, None]) & (steps < ends[..., axis, None])
+        for axis in (0, 1)
+        for steps in [torch.arange(grid[axis], device=corners.device)]
+    ]
+    return (inside[0][..., :, None] & inside[1][..., None, :]).flatten(-2)
+
+
+def _check_range(name: str, values: Range, upper: float) -> None:
+    low, high = values
+    if not (0 < low <= high <= upper and math.isfinite(high)):
+        limit = f"at most {upper:g}" if math.isfinite(upper) else "finite"
+        raise InputError(f"{name} is {low:g} to {high:g}: give two ascending numbers above 0 and {limit}.")
+
+
+def _grid_name(grid: Grid) -> str:
+    return f"{grid[0]}x{grid[1]}"

@@ -1,0 +1,209 @@
+"""Masks are judged by their statistics: where blocks fall, how large they are, and that nothing is both."""
+
+import pytest
+import torch
+
+from stop_mim.errors import InputError
+from stop_mim.masking import BlockShapes, Masks, MultiBlockMasks, RandomMasks
+
+GRIDS = [(14, 14), (8, 8), (8, 16), (5, 9), (2, 32)]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def coverage(indices, patches):
+    """How often each patch occurs, as a part of the images (or blocks)."""
+    return torch.bincount(indices.flatten(), minlength=patches) / (indices.numel() / indices.shape[-1])
+
+
+def extents(indices, columns):
+    """Height and width of the smallest rectangle around each set of patches."""
+    rows, cols = indices // columns, indices % columns
+    return rows.amax(-1) - rows.amin(-1) + 1, cols.amax(-1) - cols.amin(-1) + 1
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("kind", [MultiBlockMasks, RandomMasks])
+def test_shapes_are_fixed_and_indices_are_distinct_ascending_and_disjoint(kind, grid):
+    sampler = kind(grid)
+    patches = grid[0] * grid[1]
+    for seed in range(3):
+        masks = sampler.sample(300, generator=seeded(seed))
+        blocks = 4 if kind is MultiBlockMasks else 1
+        assert masks.context.shape == (300, sampler.context_tokens)
+        assert masks.targets.shape == (300, blocks, sampler.target_tokens)
+        for indices in (masks.context, masks.targets):
+            assert indices.min() >= 0
+            assert indices.max() < patches
+            assert (indices.diff(dim=-1) > 0).all()
+        both = (masks.context[:, :, None] == masks.targets.flatten(1)[:, None, :]).any()
+        assert not both
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_position_can_be_context_and_target(grid):
+    masks = MultiBlockMasks(grid).sample(4000, generator=seeded())
+    patches = grid[0] * grid[1]
+    as_context, as_target = coverage(masks.context, patches), coverage(masks.targets.flatten(0, 1), patches)
+    assert as_context.min() > 0.05
+    assert as_target.min() > 0.001
+
+
+def test_coverage_is_symmetric_so_nothing_is_cut_in_raster_order():
+    masks = MultiBlockMasks(14).sample(40_000, generator=seeded())
+    for indices in (masks.context, masks.targets.flatten(0, 1)):
+        seen = coverage(indices, 196).unflatten(0, (14, 14))
+        torch.testing.assert_close(seen, seen.flip(0), atol=0.02, rtol=0)
+        torch.testing.assert_close(seen, seen.flip(1), atol=0.02, rtol=0)
+
+
+def test_block_shapes_follow_scale_and_aspect_independently():
+    shapes = BlockShapes.of((14, 14), (0.15, 0.2), (0.75, 1.5))
+    drawn = shapes.draw((50_000, 1), seeded())[:, 0].double()
+    area, log_aspect = drawn.prod(-1) / 196, (drawn[:, 0] / drawn[:, 1]).log()
+    # Uniform scale has mean 0.175; rounding to whole patches moves it by less than one patch.
+    assert area.mean().item() == pytest.approx(0.175, abs=0.003)
+    # Half a patch of rounding on sides of about six.
+    assert area.min() > 0.15 * (1 - 0.2)
+    assert area.max() < 0.2 * (1 + 0.2)
+    expected = torch.linspace(0.75, 1.5, 10_001).log().mean().item()
+    assert log_aspect.mean().item() == pytest.approx(expected, abs=0.01)
+    assert len(drawn.unique(dim=0)) > 7
+    correlation = torch.corrcoef(torch.stack([area, log_aspect]))[0, 1]
+    assert abs(correlation) < 0.35
+
+
+def test_sampled_blocks_have_the_shapes_of_the_table():
+    sampler = MultiBlockMasks(14)
+    targets = sampler.sample(5000, generator=seeded()).targets.flatten(0, 1)
+    height, width = extents(targets, 14)
+    area = height * width
+    # The rectangle around a random subset of a block is the block, but for a few lost edges.
+    assert (area >= sampler.target_tokens).all()
+    assert area.max() <= 43
+    expected = sampler._target_shapes.areas().float() @ sampler._target_shapes.probabilities
+    assert area.double().mean().item() == pytest.approx(expected.item(), abs=0.3)
+    aspects = (height / width).double()
+    assert aspects.quantile(0.01) > 0.65
+    assert aspects.quantile(0.99) < 1.65
+
+
+def test_images_of_a_batch_have_their_own_shapes_and_positions():
+    masks = MultiBlockMasks(14).sample(64, generator=seeded())
+    height, width = extents(masks.targets, 14)
+    assert len(torch.stack([height, width], -1).flatten(0, 1).unique(dim=0)) >= 5
+    assert len(masks.targets[:, 0].unique(dim=0)) > 55
+
+
+def test_counts_do_not_depend_on_the_batch_and_waste_little():
+    sampler = MultiBlockMasks(14)
+    assert sampler.sample(1).context.shape[1] == sampler.sample(512).context.shape[1] == sampler.context_tokens
+    assert sampler.target_tokens > 0.85 * sampler.mean_block_area
+    assert sampler.context_tokens > 0.6 * sampler.mean_context_available
+
+
+def test_context_comes_from_the_context_block_outside_the_target_blocks():
+    sampler = MultiBlockMasks(14, context_scale=(0.3, 0.3), n_blocks=1)
+    masks = sampler.sample(2000, generator=seeded())
+    height, width = extents(masks.context, 14)
+    # A square block of 0.3 · 196 patches is 8 by 8; a short context may reach outside it.
+    assert ((height <= 8) & (width <= 8)).double().mean() > 0.999
+
+
+def test_counts_can_be_chosen():
+    masks = MultiBlockMasks(14, context_tokens=49, target_tokens=33).sample(16, generator=seeded())
+    assert masks.context.shape == (16, 49)
+    assert masks.targets.shape == (16, 4, 33)
+
+
+def test_a_generator_makes_it_reproducible():
+    for sampler in (MultiBlockMasks((8, 16)), RandomMasks((8, 16)), MultiBlockMasks(14, compat="release")):
+        first, second, other = (sampler.sample(9, generator=seeded(seed)) for seed in (5, 5, 6))
+        assert torch.equal(first.context, second.context)
+        assert torch.equal(first.targets, second.targets)
+        assert first.context.shape != other.context.shape or not torch.equal(first.context, other.context)
+
+
+def test_random_masks_are_uniform():
+    masks = RandomMasks((6, 10), mask_ratio=0.75).sample(20_000, generator=seeded())
+    assert masks.context.shape[1] == 15
+    torch.testing.assert_close(coverage(masks.context, 60), torch.full((60,), 0.25), atol=0.02, rtol=0)
+
+
+def test_masks_can_be_cut_into_micro_batches():
+    masks = RandomMasks(4).sample(10)
+    assert len(masks) == 10
+    part = masks[2:5]
+    assert isinstance(part, Masks)
+    assert torch.equal(part.targets, masks.targets[2:5])
+
+
+class TestRelease:
+    """The released sampler's defects, each beside the corrected behaviour above."""
+
+    def test_last_row_and_column_are_never_seen(self):
+        sampler = MultiBlockMasks(14, compat="release")
+        batches = [sampler.sample(64, generator=seeded(seed)) for seed in range(20)]
+        for indices in [batch.context for batch in batches] + [batch.targets for batch in batches]:
+            assert (indices // 14).max() <= 12
+            assert (indices % 14).max() <= 12
+
+    def test_one_number_drives_scale_and_aspect(self):
+        sampler = MultiBlockMasks(14, compat="release")
+        shapes = set()
+        for seed in range(300):
+            height, width = extents(sampler.sample(2, generator=seeded(seed)).targets, 14)
+            assert len(height.unique()) == len(width.unique()) == 1
+            shapes.add((int(height[0, 0]), int(width[0, 0])))
+        assert len(shapes) == 5
+
+    def test_context_is_cut_in_raster_order_and_by_the_batch(self):
+        sampler = MultiBlockMasks(14, compat="release")
+        batches = [sampler.sample(64, generator=seeded(seed)) for seed in range(30)]
+        kept = torch.tensor([float(batch.context.shape[1]) for batch in batches]).mean()
+        assert 48 < kept < 60
+        rows = torch.stack([coverage(batch.context, 196).unflatten(0, (14, 14)).mean(1) for batch in batches]).mean(0)
+        assert rows[0] > 0.6
+        assert rows[12] < 0.08
+        small = MultiBlockMasks(8, compat="release", min_context=1)
+        contexts = [small.sample(512, generator=seeded(seed)).context.shape[1] for seed in range(10)]
+        assert sum(contexts) / 10 < 9
+
+    def test_a_layout_that_cannot_be_found_ends(self):
+        with pytest.raises(InputError, match="released sampler finds no layout"):
+            MultiBlockMasks(8, compat="release", min_context=60).sample(4, generator=seeded())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MultiBlockMasks(2), "do not fit a grid of 2x2"),
+        (lambda: MultiBlockMasks(8, target_scale=(0.9, 1.0)), "do not fit a grid of 8x8"),
+        (lambda: MultiBlockMasks(8, target_scale=(0.5, 1.5)), "masks.target_scale is 0.5 to 1.5"),
+        (lambda: MultiBlockMasks(8, target_aspect=(1.5, 0.5)), "masks.target_aspect is 1.5 to 0.5"),
+        (lambda: MultiBlockMasks(8, target_tokens=30), "masks.target_tokens is 30"),
+        (lambda: MultiBlockMasks(8, context_tokens=60), "at most 2[0-9] context patches and 60 are wanted"),
+        (lambda: MultiBlockMasks(8, n_blocks=0), "masks.n_blocks is 0"),
+        (lambda: RandomMasks(8, mask_ratio=1.0), "masks.mask_ratio is 1.0"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_numbers(make, words):
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_sampling_on_the_gpu_never_waits_for_it():
+    samplers = [MultiBlockMasks(14), RandomMasks(14)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    for sampler in samplers:
+        sampler.sample(64, device="cuda", generator=generator)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for sampler in samplers:
+            masks = sampler.sample(64, device="cuda", generator=generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert masks.context.is_cuda
