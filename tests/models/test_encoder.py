@@ -1,0 +1,191 @@
+"""The encoder is a timm model: what is trained here must give the same numbers there."""
+
+import math
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+
+from stop_mim.errors import InputError
+from stop_mim.models.encoder import SIZES, Dimensions, Encoder, create_encoder, cut_patches, load_encoder, save_encoder
+
+SMALL = Dimensions(width=48, depth=3, heads=3)
+
+
+@pytest.fixture
+def encoder():
+    torch.manual_seed(0)
+    return create_encoder(SMALL, image_size=(32, 48), patch_size=8).eval()
+
+
+@pytest.fixture
+def images():
+    return torch.randn(2, 3, 32, 48, generator=torch.Generator().manual_seed(1))
+
+
+def test_tokens_are_those_of_timm(encoder, images):
+    assert encoder(images).shape == (2, 24, 48)
+    torch.testing.assert_close(encoder(images), encoder.vit.forward_features(images), atol=1e-5, rtol=1e-5)
+
+
+def test_a_full_subset_gives_the_same_tokens_in_its_own_order(encoder, images):
+    order = torch.stack([torch.randperm(24), torch.randperm(24)])
+    torch.testing.assert_close(
+        encoder(images, order),
+        torch.gather(encoder(images), 1, order[..., None].expand(-1, -1, 48)),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+def test_a_subset_sees_nothing_of_the_other_patches(encoder, images):
+    indices = torch.tensor([[0, 5, 6], [23, 1, 2]])
+    changed = images.clone()
+    changed[0, :, 16:] += 1  # rows 2 and 3 of the grid: patches 12 and on
+    changed[1, :, 8:16] += 1  # row 1: patches 6 to 11
+    torch.testing.assert_close(encoder(images, indices), encoder(changed, indices))
+
+
+def test_embed_pools_the_last_layers(encoder, images):
+    torch.testing.assert_close(encoder.embed(images), encoder(images).mean(1))
+    four = encoder.embed(images, layers=2)
+    assert four.shape == (2, 96)
+    torch.testing.assert_close(four[:, 48:], encoder.embed(images))
+    timms = encoder.vit.forward_intermediates(images, indices=2, norm=True, output_fmt="NLC", intermediates_only=True)
+    torch.testing.assert_close(four, torch.cat([tokens.mean(1) for tokens in timms], 1), atol=1e-5, rtol=1e-5)
+    with pytest.raises(InputError, match="has 3 layers"):
+        encoder.embed(images, layers=4)
+
+
+@pytest.mark.parametrize("size", [(32, 48), (64, 64), (16, 80)])
+def test_any_image_size_works_as_it_does_in_timm(encoder, size):
+    images = torch.randn(1, 3, *size)
+    assert encoder(images).shape == (1, size[0] * size[1] // 64, 48)
+    torch.testing.assert_close(encoder(images), encoder.vit.forward_features(images), atol=1e-5, rtol=1e-5)
+
+
+def test_images_that_do_not_fit_the_patches_are_refused(encoder):
+    with pytest.raises(InputError, match="30x48 pixels cannot be cut into patches of 8x8"):
+        encoder(torch.randn(1, 3, 30, 48))
+    with pytest.raises(InputError, match=r"encoder.patch_size is 7"):
+        create_encoder(SMALL, image_size=32, patch_size=7)
+
+
+def test_patches_are_row_major():
+    image = torch.arange(2 * 4 * 6.0).reshape(1, 2, 4, 6)
+    patches = cut_patches(image, (2, 3))
+    assert patches.shape == (1, 4, 12)
+    assert torch.equal(patches[0, 1], image[0, :, :2, 3:].flatten())
+    assert torch.equal(patches[0, 2], image[0, :, 2:, :3].flatten())
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_sizes_are_those_of_the_papers(size):
+    with torch.device("meta"):
+        expected = {"tiny": 5.5, "small": 21.6, "base": 85.7, "large": 303, "huge": 631, "giant": 1011}[size]
+        patch = 14 if size in ("huge", "giant") else 16
+        dimensions = SIZES[size]
+        vit = VisionTransformer(
+            patch_size=patch,
+            embed_dim=dimensions.width,
+            depth=dimensions.depth,
+            num_heads=dimensions.heads,
+            mlp_ratio=dimensions.mlp_ratio,
+            num_classes=0,
+        )
+    millions = sum(parameter.numel() for parameter in vit.parameters()) / 1e6
+    assert millions == pytest.approx(expected, rel=0.02)
+
+
+def test_depth_scaled_initialisation_survives_construction():
+    torch.manual_seed(0)
+    encoder = create_encoder(Dimensions(width=192, depth=6, heads=3), image_size=32, patch_size=8)
+    for depth, block in enumerate(encoder.vit.blocks, start=1):
+        for end in (block.attn.proj, block.mlp.fc2):
+            assert end.weight.std().item() == pytest.approx(0.02 / math.sqrt(2 * depth), rel=0.05)
+        assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_positions_are_fixed(encoder):
+    assert not encoder.vit.pos_embed.requires_grad
+
+
+def test_saved_file_loads_into_a_plain_timm_model(encoder, images, tmp_path):
+    torch.nn.init.normal_(encoder.vit.norm.bias)
+    save_encoder(encoder, tmp_path / "encoder.safetensors")
+    plain = timm.create_model(
+        "vit_small_patch16_224",
+        img_size=(32, 48),
+        patch_size=8,
+        embed_dim=48,
+        depth=3,
+        num_heads=3,
+        class_token=False,
+        global_pool="avg",
+        fc_norm=False,
+        num_classes=0,
+    ).eval()
+    plain.load_state_dict(load_file(tmp_path / "encoder.safetensors"), strict=True)
+    torch.testing.assert_close(plain.forward_features(images), encoder(images), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(plain(images), encoder.embed(images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_load_encoder_gives_the_same_encoder_back(encoder, images, tmp_path, kind):
+    path = tmp_path / "encoder.safetensors"
+    save_encoder(encoder, path)
+    loaded = load_encoder(path if kind == "file" else str(tmp_path))
+    assert not loaded.training
+    assert torch.equal(loaded(images), encoder(images))
+    assert (loaded.mean, loaded.std, loaded.grid) == (encoder.mean, encoder.std, encoder.grid)
+
+
+def test_load_encoder_takes_timms_models_with_their_class_token():
+    encoder = load_encoder("timm:vit_tiny_patch16_224", pretrained=False)
+    images = torch.randn(1, 3, 224, 224)
+    assert encoder(images).shape == (1, 196, 192)
+    torch.testing.assert_close(encoder(images), encoder.vit.forward_features(images)[:, 1:])
+    assert encoder(images, torch.tensor([[3, 4]])).shape == (1, 2, 192)
+    assert encoder(torch.randn(1, 3, 96, 64)).shape == (1, 24, 192)
+    assert encoder.embed(images, layers=4).shape == (1, 768)
+
+
+def test_what_cannot_be_loaded_is_named(encoder, tmp_path):
+    for name, words in [
+        ("nowhere", "There is no encoder 'nowhere'"),
+        (str(tmp_path), "holds no encoder.safetensors"),
+        ("timm:vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224'"),
+        ("timm:resnet18", "not a plain Vision Transformer"),
+    ]:
+        with pytest.raises(InputError, match=words):
+            load_encoder(name, pretrained=False)
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"not tensors")
+    with pytest.raises(InputError, match="cannot be read as safetensors"):
+        load_encoder(broken)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match="does not say which architecture"):
+        load_encoder(tmp_path / "other.safetensors")
+
+
+def test_saving_replaces_a_file_in_one_step(encoder, tmp_path, monkeypatch):
+    path = tmp_path / "encoder.safetensors"
+    save_encoder(encoder, path)
+    before = path.read_bytes()
+
+    def crash(tensors, temporary, metadata):
+        temporary.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stop_mim.models.encoder.save_file", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save_encoder(encoder, path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["encoder.safetensors"]
+
+
+def test_wrapping_keeps_timms_own_state(encoder):
+    assert isinstance(encoder, Encoder)
+    assert all(name.startswith("vit.") for name in encoder.state_dict())
