@@ -19,7 +19,7 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
+from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.models.initialisation import initialise_transformer
@@ -58,7 +58,8 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         self.vit = vit
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.mean: ChannelValues = (mean[0], mean[1], mean[2])
+        self.std: ChannelValues = (std[0], std[1], std[2])
         self.dim: int = vit.embed_dim
         self.depth = len(vit.blocks)
         self.heads: int = vit.blocks[0].attn.num_heads

@@ -1,0 +1,71 @@
+"""Data sets of the Hugging Face hub, downloaded and memory-mapped by the package datasets."""
+
+from typing import Any
+
+import pyarrow as pa
+
+from stop_mim.data.image_source import digest
+from stop_mim.data.images import MAX_PIXELS
+from stop_mim.data.splits import split_candidates
+from stop_mim.data.tables import TableSource, image_column, label_column, read_classes
+from stop_mim.errors import InputError, MissingExtra
+
+
+class HubSource(TableSource):
+    """One split of a data set, named owner/name or owner/name:config."""
+
+    def __init__(self, address: str, split: str, max_pixels: int = MAX_PIXELS) -> None:
+        self._dataset, self.split = _load(address, split)
+        schema = self._dataset.features.arrow_schema
+        self.column = image_column(schema, f"hf:{address}")
+        if not len(self._dataset):
+            raise InputError(f"The split '{self.split}' of hf:{address} has no rows: choose another split.")
+        labels = label_column(schema)
+        classes = ({}, ()) if labels is None else read_classes(self._table().column(labels), schema)
+        super().__init__(f"hf:{address}", *classes)
+        self.max_pixels = max_pixels
+        self.open_cells()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def describe(self, index: int) -> str:
+        """The data set, the split and the row."""
+        return f"{self.name}[{self.split}]#{index}"
+
+    def fingerprint(self) -> str:
+        """Depends on the name, the columns, the number of rows, and the sizes and revision of the downloaded files."""
+        info = self._dataset.info
+        downloads = sorted(str(item) for item in (info.download_checksums or {}).items())
+        features = self._dataset.features.to_dict()
+        return digest([self.name, self.split, len(self), features, info.dataset_size, *downloads])
+
+    def load_column(self) -> pa.ChunkedArray:
+        """The images as they are stored: in the Arrow format the package datasets decodes nothing."""
+        return self._table().column(self.column)
+
+    def _table(self) -> pa.Table:
+        return self._dataset.with_format("arrow")[:]
+
+
+def _load(address: str, split: str) -> tuple[Any, str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtra("hf: data sets", "datasets", "hf") from error
+    name, _, config = address.partition(":")
+    failure: Exception | None = None
+    for candidate in split_candidates(split):
+        try:
+            return datasets.load_dataset(name, config or None, split=candidate), candidate
+        # The hub, the network and loading scripts each fail in their own ways.
+        except Exception as error:
+            unknown_split = "split" in str(error).lower()
+            failure = failure if failure and unknown_split else error
+            if not unknown_split:
+                break
+    reason = " ".join(str(failure).split()).rstrip(".")
+    raise InputError(
+        f"hf:{address} (split '{split}') could not be loaded ({reason}): check its name, configuration and split, and "
+        "the network."
+    ) from failure

@@ -1,0 +1,254 @@
+"""Augmented batches on the training device, from any batch on: resident in its memory, or streamed by workers."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2.functional import resize, resized_crop
+
+from stop_mim.data.augment import Augment, sample_crop_boxes
+from stop_mim.data.bad_images import BadImages
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.images import BadImage
+from stop_mim.data.order import BatchOrder
+from stop_mim.errors import InputError
+from stop_mim.seeds import derive_seed, seeded_generator
+
+LoaderMode = Literal["auto", "resident", "streaming"]
+Progress = Callable[[int, int], None]
+
+# Images of different sizes are stored this much larger than they are used, as 256 is to 224.
+STORED_TO_USED = 8 / 7
+SIZES_LOOKED_AT = 256
+RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
+
+
+class Loader(Protocol):
+    """Batches of augmented, normalised images on the training device."""
+
+    n_images: int
+    description: str
+
+    def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
+        """Endless batches, beginning with the one of number `first`."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """Decoded images of one size, and the sizes that they had if those were different."""
+
+    pixels: UInt8[Tensor, "n 3 height width"]
+    original_sizes: Int[Tensor, "n 2"] | None
+
+
+class ResidentLoader:
+    """All images decoded once, as bytes in the device's memory; batches are indexed and augmented there."""
+
+    def __init__(self, stored: StoredImages, augment: Augment, device: torch.device, seed: int, rank: int = 0) -> None:
+        self.pixels = stored.pixels.to(device)
+        self.original_sizes = None if stored.original_sizes is None else stored.original_sizes.to(device)
+        self.augment, self.device, self.seed, self.rank = augment, device, seed, rank
+        self.n_images = len(self.pixels)
+        height, width = self.pixels.shape[-2:]
+        size = self.pixels.numel() / 2**30
+        self.description = f"resident: {self.n_images:,} images of {height}x{width}, {size:.2f} GiB on {device}"
+
+    def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
+        """Endless batches, beginning with the one of number `first`."""
+        batch = first
+        while True:
+            indices = order.indices(batch).to(self.device, non_blocking=True)
+            generator = seeded_generator(self.device, self.seed, "augment", batch, self.rank)
+            sizes = None if self.original_sizes is None else self.original_sizes[indices]
+            yield self.augment(self.pixels[indices], generator, sizes)
+            batch += 1
+
+
+class StreamingLoader:
+    """Images decoded and cropped by worker processes as they are needed; the rest of the augmentation on the device."""
+
+    def __init__(
+        self,
+        source: ImageSource,
+        augment: Augment,
+        device: torch.device,
+        bad_images: BadImages,
+        seed: int,
+        rank: int = 0,
+        workers: int = 2,
+    ) -> None:
+        self.source, self.augment, self.device, self.bad_images = source, augment, device, bad_images
+        self.seed, self.rank, self.workers = seed, rank, workers
+        self.n_images = len(source)
+        self.description = f"streaming: {self.n_images:,} images, decoded by {workers or 'no'} workers"
+
+    def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
+        """Endless batches, beginning with the one of number `first`."""
+        dataset = _Crops(self.source, self.augment)
+        reader = DataLoader(
+            dataset,
+            batch_sampler=_CropRequests(order, first, self.seed),
+            collate_fn=_collate,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            prefetch_factor=4 if self.workers else None,
+            worker_init_fn=_ignore_interrupts,
+        )
+        for batch, (pixels, bad) in enumerate(reader, start=first):
+            for description in bad:
+                self.bad_images.add(description)
+            generator = seeded_generator(self.device, self.seed, "augment", batch, self.rank)
+            yield self.augment.without_crop(pixels.to(self.device, non_blocking=True), generator)
+
+
+class _CropRequests:
+    """For each batch the images, each with the seed of its crop: what a worker does depends on nothing else."""
+
+    def __init__(self, order: BatchOrder, first: int, seed: int) -> None:
+        self.order, self.first, self.seed = order, first, seed
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        batch = self.first
+        while True:
+            epoch = self.order.epoch_of(batch)
+            indices = self.order.indices(batch).tolist()
+            yield [(index, derive_seed(self.seed, "crop", epoch, index)) for index in indices]
+            batch += 1
+
+
+class _Crops(Dataset[tuple[Tensor, list[str]]]):
+    def __init__(self, source: ImageSource, augment: Augment) -> None:
+        self.source, self.augment = source, augment
+
+    def __getitem__(self, request: tuple[int, int]) -> tuple[Tensor, list[str]]:
+        index, crop_seed = request
+        pixels, bad = read_or_next(self.source, index)
+        config = self.augment.config
+        generator = torch.Generator().manual_seed(crop_seed)
+        size = torch.tensor([pixels.shape[-2:]])
+        box = sample_crop_boxes(size, config.crop_scale, config.crop_ratio, generator)[0].tolist()
+        return resized_crop(pixels, *box, list(self.augment.size), antialias=True), bad
+
+
+def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 height width"], list[str]]:
+    """The image, or the first good one after it with the descriptions of the bad ones in between."""
+    bad: list[str] = []
+    for offset in range(len(source)):
+        try:
+            return source.read((index + offset) % len(source)), bad
+        except BadImage as error:
+            bad.append(str(error))
+    raise InputError(f"None of the {len(source)} images of '{source.name}' can be read: check the data.")
+
+
+def _collate(samples: Sequence[tuple[Tensor, list[str]]]) -> tuple[Tensor, list[str]]:
+    return torch.stack([pixels for pixels, _ in samples]), [line for _, bad in samples for line in bad]
+
+
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl-C reaches the whole process group; the main process saves, and ends its workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def store_images(
+    source: ImageSource,
+    used_size: tuple[int, int],
+    bad_images: BadImages,
+    progress: Progress | None = None,
+    device: torch.device | str = "cpu",
+) -> StoredImages:
+    """Decode all images once; images of different sizes are squashed to one, bad ones are left out."""
+    stacked = source.stacked()
+    if stacked is not None:
+        return StoredImages(stacked.to(device), None)
+    common = common_size(source)
+    height, width = common or (round(used_size[0] * STORED_TO_USED), round(used_size[1] * STORED_TO_USED))
+    pixels = torch.empty(len(source), 3, height, width, dtype=torch.uint8, device=device)
+    sizes = torch.empty(len(source), 2, dtype=torch.long)
+    kept = 0
+    for number, image in enumerate(_read_in_threads(source), start=1):
+        if isinstance(image, BadImage):
+            bad_images.add(str(image))
+        else:
+            fits = tuple(image.shape[-2:]) == (height, width)
+            sizes[kept] = torch.tensor(image.shape[-2:])
+            pixels[kept] = image if fits else resize(image, [height, width], antialias=True)
+            kept += 1
+        if progress is not None:
+            progress(number, len(source))
+    one_size = bool((sizes[:kept] == torch.tensor([height, width])).all())
+    return StoredImages(pixels[:kept], None if one_size else sizes[:kept])
+
+
+def _read_in_threads(source: ImageSource, ahead: int = 1024) -> Iterator[Tensor | BadImage]:
+    def read(index: int) -> Tensor | BadImage:
+        try:
+            return source.read(index)
+        except BadImage as error:
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in range(0, len(source), ahead):
+            yield from pool.map(read, range(start, min(start + ahead, len(source))))
+
+
+def common_size(source: ImageSource) -> tuple[int, int] | None:
+    """The size of all images as far as some of them, evenly spread, tell; None if they differ."""
+    step = max(1, len(source) // SIZES_LOOKED_AT)
+    sizes = set()
+    for index in range(0, len(source), step):
+        try:
+            sizes.add(source.size(index))
+        except BadImage:
+            continue
+        if len(sizes) > 1:
+            return None
+    return sizes.pop() if sizes else None
+
+
+def choose_mode(
+    source: ImageSource, device: torch.device, processes_on_host: int = 1
+) -> Literal["resident", "streaming"]:
+    """Resident if the images have one size, so that nothing is lost, and fit into a part of the memory."""
+    size = common_size(source)
+    if size is None:
+        return "streaming"
+    needed = len(source) * 3 * size[0] * size[1]
+    return "resident" if needed <= resident_budget(device, processes_on_host) else "streaming"
+
+
+def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
+    """Bytes of images that may stay in the memory of this device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * RESIDENT_PART_OF_GPU)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(available * RESIDENT_PART_OF_HOST / processes_on_host)
+
+
+def open_loader(
+    source: ImageSource,
+    augment: Augment,
+    device: torch.device,
+    bad_images: BadImages,
+    seed: int,
+    rank: int = 0,
+    mode: LoaderMode = "auto",
+    workers: int = 2,
+    processes_on_host: int = 1,
+    progress: Progress | None = None,
+) -> Loader:
+    """The loader that suits the data and the device, or the one that is asked for."""
+    if mode == "auto":
+        mode = choose_mode(source, device, processes_on_host)
+    if mode == "streaming":
+        return StreamingLoader(source, augment, device, bad_images, seed, rank, workers)
+    stored = store_images(source, augment.size, bad_images, progress, device)
+    return ResidentLoader(stored, augment, device, seed, rank)

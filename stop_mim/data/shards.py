@@ -1,0 +1,145 @@
+"""WebDataset shards: tar files of samples, indexed once and then read at any place."""
+
+import glob
+import json
+import os
+import tarfile
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from io import BufferedIOBase
+from pathlib import Path
+
+import numpy as np
+
+from stop_mim.data.cache import cache_folder, whole_file
+from stop_mim.data.image_source import EncodedSource, class_labels, digest
+from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage
+from stop_mim.errors import InputError, MissingExtra
+
+
+@dataclass
+class ShardIndex:
+    """Where in a tar file each sample's image lies, and its class (-1 for none)."""
+
+    members: list[str]
+    offsets: list[int]
+    sizes: list[int]
+    classes: list[int]
+
+
+class ShardSource(EncodedSource):
+    """The samples with an image in uncompressed tar files, in the order in which they are stored."""
+
+    def __init__(self, pattern: str, max_pixels: int = MAX_PIXELS) -> None:
+        self.paths = shard_paths(pattern)
+        indexes = [shard_index(path) for path in self.paths]
+        self._ends = np.cumsum([len(index.members) for index in indexes])
+        if not self._ends[-1]:
+            raise InputError(f"The shards wds:{pattern} hold no images: give tar files with jpg, png or webp members.")
+        classes = np.array([label for index in indexes for label in index.classes], dtype=np.int64)
+        super().__init__(f"wds:{pattern}", class_labels(classes))
+        self.max_pixels = max_pixels
+        # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
+        self._members = np.array([os.fsencode(member) for index in indexes for member in index.members])
+        self._offsets = np.array([offset for index in indexes for offset in index.offsets], dtype=np.int64)
+        self._sizes = np.array([size for index in indexes for size in index.sizes], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def encoded(self, index: int) -> bytes:
+        """The bytes of the member; raises BadImage."""
+        try:
+            # A file opened for each image has no position that forked workers could move under each other.
+            with open(self._shard(index), "rb") as file:
+                return _read_at(file, int(self._offsets[index]), int(self._sizes[index]))
+        except OSError as error:
+            raise BadImage(self.describe(index), error.strerror or str(error)) from error
+
+    def describe(self, index: int) -> str:
+        """The tar file and the member."""
+        return f"{self._shard(index)}#{os.fsdecode(bytes(self._members[index]))}"
+
+    def fingerprint(self) -> str:
+        """Depends on the names and sizes of the tar files and the times they were changed."""
+        return digest(part for path in self.paths for part in (path.name, *_state(path)))
+
+    def _shard(self, index: int) -> Path:
+        return self.paths[int(np.searchsorted(self._ends, index, side="right"))]
+
+
+def shard_paths(pattern: str) -> list[Path]:
+    """The tar files that a pattern with braces, or a glob, names."""
+    try:
+        from braceexpand import braceexpand
+    except ImportError as error:
+        raise MissingExtra("wds: shards", "braceexpand", "wds") from error
+    paths: list[Path] = []
+    for expanded in map(os.path.expanduser, braceexpand(pattern)):
+        paths += [Path(path) for path in sorted(glob.glob(expanded))] or [Path(expanded)]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise InputError(
+            f"{len(missing)} of the {len(paths)} shards of wds:{pattern} are not there, {missing[0]} first: give a "
+            "pattern of local tar files, such as wds:shards-{000..099}.tar."
+        )
+    return paths
+
+
+def shard_index(path: Path) -> ShardIndex:
+    """The index of a tar file, from the cache folder if the file has not changed since."""
+    cached = cache_folder() / "shards" / f"{digest([path.resolve(), *_state(path)])}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return ShardIndex(**json.loads(cached.read_text()))
+    index = _build_index(path)
+    # The cache only saves time: where it cannot be written, the next run indexes again.
+    with suppress(OSError), whole_file(cached) as draft:
+        draft.write_text(json.dumps(asdict(index)))
+    return index
+
+
+def _build_index(path: Path) -> ShardIndex:
+    samples: dict[str, dict[str, tarfile.TarInfo]] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                folder, _, base = member.name.rpartition("/")
+                stem, _, extension = base.partition(".")
+                if member.isfile() and stem:
+                    samples.setdefault(f"{folder}/{stem}", {})[extension.lower()] = member
+    except (tarfile.TarError, OSError) as error:
+        raise InputError(f"{path} cannot be read as a tar file ({error}): give a whole, uncompressed one.") from error
+    index = ShardIndex([], [], [], [])
+    with open(path, "rb") as file:
+        for sample in samples.values():
+            image = next((sample[extension] for extension in sample if extension in IMAGE_EXTENSIONS), None)
+            if image is not None:
+                index.members.append(image.name)
+                index.offsets.append(image.offset_data)
+                index.sizes.append(image.size)
+                index.classes.append(_class(sample, file, path))
+    return index
+
+
+def _class(sample: dict[str, tarfile.TarInfo], file: BufferedIOBase, path: Path) -> int:
+    member = sample.get("cls") or sample.get("json")
+    if member is None:
+        return -1
+    text = _read_at(file, member.offset_data, member.size)
+    try:
+        if "cls" in sample:
+            return int(text)
+        fields = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{path}#{member.name} holds {text[:20]!r}: a .cls is an integer, a .json is JSON.") from error
+    label = fields.get("label") if isinstance(fields, dict) else None
+    return label if isinstance(label, int) else -1
+
+
+def _read_at(file: BufferedIOBase, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
+def _state(path: Path) -> tuple[int, int]:
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns

@@ -1,0 +1,110 @@
+"""Checkpoints that are whole or not there, and are known to be good when they are read."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stop_mim.errors import InputError
+from stop_mim.files import write_atomically
+
+FILE_FORMAT = "stop-mim checkpoint 1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a run needs to go on: tensors by name, and a few plain values."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    """Write it in one step, with a checksum of all tensors."""
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in checkpoint.tensors.items()}
+    metadata = {
+        "format": FILE_FORMAT,
+        "step": str(checkpoint.step),
+        "state": json.dumps(checkpoint.state),
+        "checksum": _checksum(tensors),
+    }
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify it; whatever is wrong with the file is an InputError."""
+    remedy = "resume from an older one with --checkpoint FILE, or start a new run"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"The checkpoint {path} cannot be read ({error}): {remedy}.") from error
+    if metadata.get("format") != FILE_FORMAT:
+        raise InputError(f"{path} is no checkpoint of stop-mim: {remedy}.")
+    if metadata.get("checksum") != _checksum(tensors):
+        raise InputError(f"The checkpoint {path} is damaged, its checksum does not fit its contents: {remedy}.")
+    return Checkpoint(int(metadata["step"]), tensors, json.loads(metadata["state"]))
+
+
+def collect_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The model's tensors and the optimiser's, the latter by the names of their parameters."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for parameter, values in optimiser.state.items():
+        for key, value in values.items():
+            tensors[f"optimiser.{key}.{names[parameter]}"] = torch.as_tensor(value)
+    return tensors
+
+
+def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
+    """Put the tensors back; names or shapes that do not fit are an InputError."""
+    ours = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
+    try:
+        model.load_state_dict(ours, strict=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"The checkpoint of step {checkpoint.step} does not fit this run ({reason}).") from error
+    parameters = dict(model.named_parameters())
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith("optimiser."):
+            _, key, parameter_name = name.split(".", 2)
+            parameter = parameters[parameter_name]
+            # AdamW keeps its step counters, the only scalars, on the CPU unless it is fused.
+            stays_on_cpu = not tensor.dim() and not optimiser.defaults.get("fused")
+            optimiser.state[parameter][key] = tensor.clone() if stays_on_cpu else tensor.to(parameter.device)
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """The file of the checkpoint after so many steps."""
+    return folder / f"step-{step:08d}.safetensors"
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by step, oldest first."""
+    files = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.safetensors")}
+    return {int(step): path for step, path in sorted(files.items()) if step.isdecimal()}
+
+
+def prune_checkpoints(folder: Path, keep: int, milestone_every_steps: int | None = None) -> None:
+    """Remove all but the newest few and the milestones."""
+    steps = checkpoints_in(folder)
+    for step in list(steps)[:-keep]:
+        if milestone_every_steps is None or step % milestone_every_steps:
+            steps[step].unlink(missing_ok=True)
+
+
+def _checksum(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()

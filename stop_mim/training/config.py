@@ -1,0 +1,257 @@
+"""What a run is, as frozen data: every field has a docstring, which the command line shows as its help.
+
+Groups that change results come first; `speed`, `log` and `checkpoint` only change how fast and how visible it is.
+"""
+
+import dataclasses
+import json
+import math
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stop_mim.data.augment import AugmentConfig
+from stop_mim.data.loader import LoaderMode
+from stop_mim.errors import InputError
+from stop_mim.models.encoder import EncoderSize
+from stop_mim.positions import ApplyTo, Convention
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The Vision Transformer that is trained."""
+
+    size: EncoderSize = "base"
+    """Width, depth and heads by name: tiny 192x12, small 384x12, base 768x12, large 1024x24, huge 1280x32, giant 1408x40."""
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width of the training images in pixels."""
+    patch_size: int = 16
+    """Side of a patch in pixels."""
+    width: int | None = None
+    """Width instead of the size's own."""
+    depth: int | None = None
+    """Number of layers instead of the size's own."""
+    heads: int | None = None
+    """Number of attention heads instead of the size's own."""
+    drop_path: float = 0.0
+    """Chance that a residual branch is left out, for the last layer; earlier ones have less."""
+
+
+@dataclass(frozen=True)
+class PredictorConfig:
+    """The narrow transformer that predicts the targets."""
+
+    width: int = 384
+    """Width of its tokens."""
+    depth: int = 6
+    """Number of layers."""
+    heads: int | None = None
+    """Number of attention heads; as many as the encoder's when not given."""
+
+
+@dataclass(frozen=True)
+class PositionsConfig:
+    """The predictor's positions: fixed for I-JEPA, stochastic for StoP."""
+
+    kind: Literal["stochastic", "sincos", "learned"] = "stochastic"
+    """Stochastic (StoP, around sine-cosine positions), sincos (I-JEPA) or learned."""
+    sigma: float = 0.25
+    """Strength of the noise: with the paper's convention the variance of n in Σ = σ A Aᵀ, with the release's its std."""
+    sigma_start: float | None = None
+    """Sigma at the first step, from which it moves to sigma along the schedule; not given: the same."""
+    sigma_schedule: Literal["linear", "cosine"] = "linear"
+    """How sigma moves from sigma_start to sigma over the run."""
+    apply_to: ApplyTo = "masked"
+    """Which tokens get noisy positions."""
+    covariance: str = "tied"
+    """Σ: tied, identity, diagonal, untied or low_rank(r)."""
+    convention: Convention = "paper"
+    """paper: sigma is a variance and masked tokens have a learned m̃. release: a std, the projection's bias and no m̃."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("sigma", self.sigma), ("sigma_start", self.sigma_start)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise InputError(f"positions.{name} is {value}: give a finite number that is zero or positive.")
+
+
+@dataclass(frozen=True)
+class MaskConfig:
+    """Which patches are context and which are targets."""
+
+    kind: Literal["multiblock", "random"] = "multiblock"
+    """I-JEPA's blocks, or uniform random patches."""
+    n_blocks: int = 4
+    """Target blocks an image."""
+    target_scale: tuple[float, float] = (0.15, 0.2)
+    """Smallest and largest area of a target block, as a part of the image."""
+    target_aspect: tuple[float, float] = (0.75, 1.5)
+    """Smallest and largest height over width of a target block."""
+    context_scale: tuple[float, float] = (0.85, 1.0)
+    """Smallest and largest area of the context block, before the targets are taken out."""
+    context_aspect: tuple[float, float] = (1.0, 1.0)
+    """Smallest and largest height over width of the context block."""
+    target_tokens: int | None = None
+    """Patches kept of each target block; not given: as many as nine blocks in ten have."""
+    context_tokens: int | None = None
+    """Patches kept of each context; not given: as many as nineteen contexts in twenty have."""
+    mask_ratio: float = 0.75
+    """Part of the patches that random masks make targets."""
+    compat: Literal["release"] | None = None
+    """release: sample as the released I-JEPA and StoP code does, with its defects."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, its schedules, and the average over time that is the target encoder."""
+
+    epochs: int = 300
+    """Passes over the data."""
+    batch_size: int = 2048
+    """Images an update, over all devices and accumulated batches."""
+    lr: float = 8e-4
+    """Learning rate at its peak."""
+    start_lr: float = 2e-4
+    """Learning rate at the first step."""
+    final_lr: float = 1e-4
+    """Learning rate at the last step."""
+    warmup_epochs: float = 15
+    """Epochs from the start to the peak of the learning rate."""
+    weight_decay: float = 0.04
+    """Weight decay at the first step; biases, norms and other 1-d parameters have none."""
+    final_weight_decay: float = 0.4
+    """Weight decay at the last step."""
+    hold_after_epoch: float | None = None
+    """Epoch after which learning rate and weight decay no longer change."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's two averaging factors."""
+    clip_gradient_norm: float | None = None
+    """Largest norm of the gradient; not given: no limit."""
+    ema_start: float = 0.996
+    """Momentum of the target encoder at the first step."""
+    ema_final: float = 1.0
+    """Momentum of the target encoder at the last step."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "lr"):
+            _require(self, "optim", name, getattr(self, name) > 0, "give a number above zero")
+        for name in ("start_lr", "final_lr", "warmup_epochs", "weight_decay", "final_weight_decay"):
+            _require(self, "optim", name, getattr(self, name) >= 0, "give zero or a positive number")
+        for name in ("ema_start", "ema_final"):
+            _require(self, "optim", name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
+        clip = self.clip_gradient_norm
+        _require(self, "optim", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
+        _require(self, "optim", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above optim.epochs")
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """Where and how fast it runs: nothing here changes what is learned, but for rounding and random draws."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:1 …; auto: the GPU if there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 autocast or full precision; auto: bf16 on a GPU, fp32 on the CPU."""
+    batch_size_per_device: int | None = None
+    """Images at a time on one device; gradients are accumulated up to optim.batch_size; not given: all at once."""
+    loader: LoaderMode = "auto"
+    """resident: images decoded once into the device's memory; streaming: by workers; auto: resident where nothing is lost."""
+    workers: int | None = None
+    """Processes that decode streamed images; not given: one a core, at most eight."""
+    compile: bool = False
+    """Compile encoder and predictor with torch.compile."""
+
+    def __post_init__(self) -> None:
+        size, workers = self.batch_size_per_device, self.workers
+        _require(self, "speed", "batch_size_per_device", size is None or size > 0, "give a number above zero")
+        _require(self, "speed", "workers", workers is None or workers >= 0, "give zero or a positive number")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down while it trains."""
+
+    every_steps: int = 10
+    """Steps between two lines of metrics.jsonl."""
+    health_every_steps: int = 100
+    """Steps between two looks at the health signs."""
+    tensorboard: bool = True
+    """Write TensorBoard events too."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "health_every_steps"):
+            _require(self, "log", name, getattr(self, name) > 0, "give a number above zero")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved, and what is kept."""
+
+    every_steps: int = 1000
+    """Steps between two checkpoints."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    milestone_every_epochs: int | None = None
+    """Every so many epochs the checkpoint is kept for good."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep"):
+            _require(self, "checkpoint", name, getattr(self, name) > 0, "give a number above zero")
+        every = self.milestone_every_epochs
+        _require(self, "checkpoint", "milestone_every_epochs", every is None or every > 0, "give a number above zero")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A pretraining run."""
+
+    data: str = "scenes"
+    """Images: scenes, a folder, a parquet file or glob, torchvision:NAME, hf:OWNER/NAME or wds:SHARDS."""
+    out: str | None = None
+    """Folder of the run; not given: runs/RECIPE-DATE-TIME."""
+    seed: int = 0
+    """Seed of weights, data order, crops, masks and noise."""
+    stop_after_steps: int | None = None
+    """Stop (and save) after so many steps; the schedules stay those of the whole run."""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    positions: PositionsConfig = field(default_factory=PositionsConfig)
+    masks: MaskConfig = field(default_factory=MaskConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        stop = self.stop_after_steps
+        if stop is not None and stop < 1:
+            raise InputError(f"stop_after_steps is {stop}: give a number above zero, or leave it out.")
+
+
+def to_json(config: TrainConfig) -> str:
+    """The configuration as readable JSON."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_json(text: str) -> TrainConfig:
+    """The configuration that `to_json` wrote; an unknown field is an error, a missing one gets its default."""
+    return _from_plain(TrainConfig, json.loads(text), "")
+
+
+def _from_plain(kind: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        known = typing.get_type_hints(kind)
+        unknown = sorted(set(value) - set(known))
+        if unknown:
+            raise InputError(f"The configuration has an unknown field '{path}{unknown[0]}': remove it.")
+        return kind(**{name: _from_plain(known[name], part, f"{path}{name}.") for name, part in value.items()})
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, int) and not isinstance(value, bool) and kind in (float, float | None):
+        return float(value)
+    return value
+
+
+def _require(config: object, group: str, name: str, holds: bool, remedy: str) -> None:
+    if not holds:
+        raise InputError(f"{group}.{name} is {getattr(config, name)}: {remedy}.")

@@ -1,0 +1,360 @@
+"""A run from its first step to its last: new, or continued from a checkpoint as if it had never stopped."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from stop_mim.data.augment import Augment
+from stop_mim.data.bad_images import BadImages
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.loader import Loader, open_loader
+from stop_mim.data.order import BatchOrder
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+from stop_mim.masking import Masks
+from stop_mim.models.encoder import Encoder, save_encoder
+from stop_mim.models.ijepa import IJEPA
+from stop_mim.seeds import derive_seed, seeded_generator
+from stop_mim.training.build import build_augment, build_masks, build_objective
+from stop_mim.training.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    collect_tensors,
+    prune_checkpoints,
+    read_checkpoint,
+    restore_tensors,
+    save_checkpoint,
+)
+from stop_mim.training.config import SpeedConfig, TrainConfig
+from stop_mim.training.distributed import Ranks, any_rank, broadcast, process_group, share, wait_for_all
+from stop_mim.training.health import HealthMonitor, HealthSigns, measure_health
+from stop_mim.training.interruption import Interruption, catch_interruption
+from stop_mim.training.progress import ProgressDisplay
+from stop_mim.training.run_folder import RunFolder, default_path
+from stop_mim.training.schedules import ScheduledValues, values_at
+from stop_mim.training.step import StepOutcome, make_optimiser, training_step
+
+MAX_NOT_FINITE_IN_A_ROW = 5
+MAX_DEFAULT_WORKERS = 8
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss was not finite for several steps in a row; nothing of it is in the weights."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run stands when `train` or `resume` returns."""
+
+    folder: Path
+    step: int
+    total_steps: int
+    loss: float
+    interrupted_by: str | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.total_steps
+
+
+def train(config: TrainConfig, recipe: str = "custom", console: Console | None = None) -> TrainResult:
+    """Run a new configuration to its end, in a folder of its own."""
+    with process_group(config.speed.device) as ranks:
+        path = Path(broadcast(str(config.out or default_path(recipe)), ranks))
+        folder = RunFolder(path)
+        folder.require_new()
+        wait_for_all(ranks)
+        with ProgressDisplay(console, shown=ranks.is_main) as display:
+            run = Run(config, folder, ranks, display)
+            if ranks.is_main:
+                folder.create(replace(config, out=str(path)), recipe)
+            wait_for_all(ranks)
+            return run.train()
+
+
+def resume(
+    path: Path | str,
+    checkpoint: Path | None = None,
+    speed: SpeedConfig | None = None,
+    stop_after_steps: int | None = None,
+    console: Console | None = None,
+) -> TrainResult:
+    """Continue a run from its newest checkpoint, or from the given one; without any, from its start."""
+    folder = RunFolder(Path(path))
+    config = replace(folder.config(), stop_after_steps=stop_after_steps)
+    config = config if speed is None else replace(config, speed=speed)
+    chosen = checkpoint or folder.newest_checkpoint()
+    found = None if chosen is None else read_checkpoint(chosen)
+    with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
+        run = Run(config, folder, ranks, display)
+        if found is not None:
+            run.restore(found)
+        if ranks.is_main:
+            folder.forget_after(run.step)
+            folder.record_environment({"resumed_at_step": run.step})
+        wait_for_all(ranks)
+        return run.train()
+
+
+class Run:
+    """All the parts of a run, and the step that it has reached."""
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, ranks: Ranks, display: ProgressDisplay) -> None:
+        self.config, self.folder, self.ranks, self.display = config, folder, ranks, display
+        self.per_device, self.batches_per_step = split_batch(config, ranks)
+        # What is wrong with the model or the masks is known before the data are read.
+        encoder = check_model(config)
+        self.masks = build_masks(config.masks, encoder.grid)
+        source = open_source(config.data)
+        self.data_fingerprint = source.fingerprint()
+        self.loader = self._open_loader(source, build_augment(config, encoder))
+        self.order = BatchOrder(
+            self.loader.n_images, self.per_device, ranks.rank, ranks.world_size, self.batches_per_step, config.seed
+        )
+        self.steps_per_epoch = self.order.steps_per_epoch
+        self.total_steps = config.optim.epochs * self.steps_per_epoch
+        torch.manual_seed(derive_seed(config.seed, "weights"))
+        self.objective = build_objective(config, self.total_steps).to(ranks.device)
+        self.optimiser = make_optimiser(self.objective, config.optim, ranks.device)
+        if config.speed.compile:
+            compile_blocks(self.objective)
+        self.model = share(self.objective, ranks)
+        self.step, self.not_finite, self.not_finite_in_a_row = 0, 0, 0
+        self.monitor = HealthMonitor()
+        self._pending = _Interval()
+
+    def _open_loader(self, source: ImageSource, augment: Augment) -> Loader:
+        speed, ranks = self.config.speed, self.ranks
+        list_file = self.folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
+        cores = (os.cpu_count() or 1) // ranks.processes_on_host
+        return open_loader(
+            source,
+            augment,
+            ranks.device,
+            BadImages(source.name, len(source), list_file),
+            self.config.seed,
+            ranks.rank,
+            speed.loader,
+            min(MAX_DEFAULT_WORKERS, max(1, cores)) if speed.workers is None else speed.workers,
+            ranks.processes_on_host,
+            progress=lambda done, total: self.display.update("decoding images", done, total),
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go to the state of a checkpoint."""
+        state = checkpoint.state
+        if state["data_fingerprint"] != self.data_fingerprint:
+            raise InputError(
+                f"The data '{self.config.data}' have changed since step {checkpoint.step} was saved: put the old ones back, or "
+                "start a new run."
+            )
+        if state["world_size"] != self.ranks.world_size or state["batch_size_per_device"] != self.per_device:
+            self.display.say(
+                f"This run began with {state['world_size']} process(es) of {state['batch_size_per_device']} images: it goes on "
+                f"with {self.ranks.world_size} of {self.per_device}, with other random draws.",
+                style="yellow",
+            )
+        restore_tensors(checkpoint, self.objective, self.optimiser)
+        self.step, self.not_finite = checkpoint.step, state["not_finite"]
+        self.not_finite_in_a_row = state["not_finite_in_a_row"]
+        self.monitor.first = None if state["first_health"] is None else HealthSigns(**state["first_health"])
+
+    def train(self) -> TrainResult:
+        """Every step from here to the end, to an interruption or to a divergence."""
+        end = min(self.total_steps, self.config.stop_after_steps or self.total_steps)
+        if self.ranks.is_main:
+            self._announce(end)
+        with catch_interruption() as interruption:
+            try:
+                self._train_until(end, interruption)
+            finally:
+                self.folder.close()
+        return TrainResult(
+            self.folder.path, self.step, self.total_steps, self._pending.last_loss, interruption.signal_name
+        )
+
+    def _train_until(self, end: int, interruption: Interruption) -> None:
+        images = self.loader.batches(self.order, self.step * self.batches_per_step)
+        autocast = autocast_for(self.config.speed.precision, self.ranks.device)
+        self._pending.restart()
+        while self.step < end:
+            values = values_at(self.step, self.steps_per_epoch, self.config.optim)
+            self.objective.predictor.positions.set_step(self.step)
+            batches = list(self._masked(images))
+            outcome = training_step(
+                self.model,
+                self.objective,
+                self.optimiser,
+                batches,
+                self.batches_per_step,
+                values,
+                self.ranks,
+                autocast,
+                seeded_generator(self.ranks.device, self.config.seed, "noise", self.step, self.ranks.rank),
+                self.config.optim.clip_gradient_norm,
+            )
+            self.step += 1
+            self._judge(outcome)
+            if self.ranks.is_main:
+                self._report(outcome, values, batches[0][0], end)
+            stopping = any_rank(bool(interruption), self.ranks)
+            if self.step % self.config.checkpoint.every_steps == 0 or self.step == end or stopping:
+                self.save()
+            if stopping:
+                interruption.signal_name = interruption.signal_name or "another process"
+                return
+
+    def _masked(self, images: Iterator[Tensor]) -> Iterator[tuple[Tensor, Masks]]:
+        for number in range(self.step * self.batches_per_step, (self.step + 1) * self.batches_per_step):
+            generator = seeded_generator(self.ranks.device, self.config.seed, "masks", number, self.ranks.rank)
+            yield next(images), self.masks.sample(self.per_device, self.ranks.device, generator)
+
+    def _judge(self, outcome: StepOutcome) -> None:
+        if outcome.updated:
+            self.not_finite_in_a_row = 0
+            return
+        self.not_finite += 1
+        self.not_finite_in_a_row += 1
+        self._warn(f"Step {self.step}: the loss or its gradient is not finite ({outcome.loss}); the step was skipped.")
+        if self.not_finite_in_a_row >= MAX_NOT_FINITE_IN_A_ROW:
+            raise TrainingDiverged(
+                f"The loss was not finite for {MAX_NOT_FINITE_IN_A_ROW} steps in a row, the last of them step {self.step}: "
+                "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint holds none of it."
+            )
+
+    def _report(self, outcome: StepOutcome, values: ScheduledValues, images: Tensor, end: int) -> None:
+        config, pending = self.config.log, self._pending
+        pending.add(outcome)
+        signs: dict[str, float] = {}
+        if self.step == 1 or self.step % config.health_every_steps == 0 or self.step == end:
+            health = measure_health(self.objective, images)
+            signs = {f"health/{name}": value for name, value in asdict(health).items()}
+            for warning in self.monitor.warnings(health):
+                self._warn(warning)
+            pending.health = f"RankMe {health.rankme:.0f} |A| {health.A_norm:.2g} |m̃| {health.mask_token_norm:.2g}"
+        if signs or self.step % config.every_steps == 0 or self.step == end:
+            rate = len(pending) * self.config.optim.batch_size / pending.seconds()
+            measured = {
+                "epoch": self.step / self.steps_per_epoch,
+                "loss": pending.mean_loss(),
+                "gradient_norm": outcome.gradient_norm,
+                "images_per_second": rate,
+                "not_finite": self.not_finite,
+                "sigma": getattr(self.objective.predictor.positions, "sigma", 0.0),
+                **asdict(values),
+                **signs,
+            }
+            self.folder.record(self.step, measured)
+            text = f"{rate:,.0f} images/s loss {pending.mean_loss():.4f} {pending.health}"
+            self.display.update("training", self.step, end, text)
+            pending.restart()
+
+    def _announce(self, end: int) -> None:
+        config = self.config
+        self.folder.open_events(self.step) if config.log.tensorboard else None
+        parameters = sum(parameter.numel() for parameter in self.objective.encoder.parameters()) / 1e6
+        rows, columns = self.objective.encoder.grid
+        lines = [
+            f"run        {self.folder.path}",
+            f"data       {config.data}; {self.loader.description}",
+            f"masks      {self.masks}",
+            f"encoder    {parameters:.1f} M parameters, {rows}x{columns} patches",
+            f"steps      {self.step} to {end} of {self.total_steps}, {self.steps_per_epoch} an epoch, on {self.ranks.device}",
+        ]
+        for line in lines:
+            self.display.say(line)
+            self.folder.log(line)
+
+    def _warn(self, text: str) -> None:
+        if self.ranks.is_main:
+            self.display.say(f"Warning: {text}", style="bold yellow")
+            self.folder.log(f"Warning: {text}")
+
+    def save(self) -> None:
+        """Write a checkpoint and the encoder that can be used by others, and drop what is old."""
+        if self.ranks.is_main:
+            state = {
+                "data_fingerprint": self.data_fingerprint,
+                "world_size": self.ranks.world_size,
+                "batch_size_per_device": self.per_device,
+                "not_finite": self.not_finite,
+                "not_finite_in_a_row": self.not_finite_in_a_row,
+                "first_health": None if self.monitor.first is None else asdict(self.monitor.first),
+            }
+            tensors = collect_tensors(self.objective, self.optimiser)
+            folder, config = self.folder.checkpoints, self.config.checkpoint
+            save_checkpoint(Checkpoint(self.step, tensors, state), checkpoint_path(folder, self.step))
+            save_encoder(self.objective.target, self.folder.encoder_file)
+            every = config.milestone_every_epochs
+            prune_checkpoints(folder, config.keep, None if every is None else every * self.steps_per_epoch)
+            self.folder.log(f"Saved step {self.step}.")
+        wait_for_all(self.ranks)
+
+
+class _Interval:
+    """Losses and time since the last line of metrics."""
+
+    def __init__(self) -> None:
+        self.health = ""
+        self.last_loss = float("nan")
+        self.restart()
+
+    def restart(self) -> None:
+        self._losses: list[float] = []
+        self._steps = 0
+        self._since = time.perf_counter()
+
+    def add(self, outcome: StepOutcome) -> None:
+        self._steps += 1
+        if outcome.updated:
+            self._losses.append(outcome.loss)
+            self.last_loss = outcome.loss
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def mean_loss(self) -> float:
+        return sum(self._losses) / len(self._losses) if self._losses else float("nan")
+
+    def seconds(self) -> float:
+        return max(time.perf_counter() - self._since, 1e-9)
+
+
+def check_model(config: TrainConfig) -> Encoder:
+    """Build the model without its memory, so that a configuration that cannot work is refused at once."""
+    with torch.device("meta"):
+        return build_objective(config).encoder
+
+
+def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
+    """Images at a time on one device, and batches a step."""
+    total = config.optim.batch_size
+    per_device = config.speed.batch_size_per_device or max(1, total // ranks.world_size)
+    if total % (per_device * ranks.world_size):
+        raise InputError(
+            f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size}, the images at a time "
+            f"({per_device} on each of {ranks.world_size} devices)."
+        )
+    return per_device, total // (per_device * ranks.world_size)
+
+
+def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """bf16 autocast, which needs no scaling of gradients, or nothing."""
+    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def compile_blocks(objective: IJEPA) -> None:
+    """Compile the transformer layers, whose token counts never change."""
+    for part in (objective.encoder.vit, objective.target.vit, objective.predictor):
+        part.blocks.compile()

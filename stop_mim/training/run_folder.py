@@ -1,0 +1,147 @@
+"""The folder of a run: what was asked for, where it ran, what was measured, and what was learned."""
+
+import importlib.metadata
+import json
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from stop_mim.errors import InputError
+from stop_mim.files import write_atomically
+from stop_mim.models.encoder import ENCODER_FILE
+from stop_mim.training.checkpoint import checkpoints_in
+from stop_mim.training.config import TrainConfig, from_json, to_json
+
+PACKAGES = ("stop-mim", "torch", "torchvision", "timm", "numpy", "safetensors")
+
+
+class RunFolder:
+    """Paths and records of one run; only one process writes into it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.json"
+        self.environment_file = path / "environment.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.log_file = path / "log.txt"
+        self.bad_images_file = path / "bad_images.txt"
+        self.encoder_file = path / ENCODER_FILE
+        self.checkpoints = path / "checkpoints"
+        self.events = path / "tensorboard"
+        self._writer: SummaryWriter | None = None
+
+    def require_new(self) -> None:
+        """Refuse a folder that holds something already."""
+        if self.config_file.exists():
+            raise InputError(
+                f"{self.path} already holds a run: continue it with 'stop-mim resume {self.path}', or choose another --out."
+            )
+        # A run that ended before its first step because of bad images leaves their list behind.
+        leftovers = {file.name for file in self.path.iterdir()} if self.path.is_dir() else set()
+        if self.path.exists() and (not self.path.is_dir() or leftovers - {self.bad_images_file.name}):
+            raise InputError(f"{self.path} exists and is not an empty folder: choose another --out.")
+
+    def create(self, config: TrainConfig, recipe: str) -> None:
+        """Begin the records of a new run."""
+        self.require_new()
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config_file, lambda file: file.write_text(to_json(config)))
+        self.record_environment({"recipe": recipe})
+
+    def record_environment(self, facts: dict[str, Any]) -> None:
+        """Add what is known of this session of the run."""
+        sessions = json.loads(self.environment_file.read_text()) if self.environment_file.exists() else []
+        sessions.append({**environment(), **facts})
+        write_atomically(self.environment_file, lambda file: file.write_text(json.dumps(sessions, indent=2)))
+
+    def config(self) -> TrainConfig:
+        """The configuration of the run in this folder."""
+        if not self.config_file.exists():
+            raise InputError(f"{self.path} holds no run (no config.json): name the folder of a run.")
+        try:
+            return from_json(self.config_file.read_text())
+        except (json.JSONDecodeError, TypeError) as error:
+            raise InputError(f"{self.config_file} cannot be read ({error}): restore it or start a new run.") from error
+
+    def recipe(self) -> str:
+        """The name of the recipe that the run began with."""
+        sessions = json.loads(self.environment_file.read_text()) if self.environment_file.exists() else []
+        return next((session["recipe"] for session in sessions if "recipe" in session), "custom")
+
+    def newest_checkpoint(self) -> Path | None:
+        """The file of the newest checkpoint, if there is one."""
+        return next(iter(reversed(checkpoints_in(self.checkpoints).values())), None)
+
+    def forget_after(self, step: int) -> None:
+        """Drop what was measured after this step: those steps come again."""
+        if self.metrics_file.exists():
+            lines = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= step]
+            write_atomically(self.metrics_file, lambda file: file.write_text("".join(f"{line}\n" for line in lines)))
+
+    def open_events(self, step: int) -> None:
+        """Begin to write TensorBoard events, after so many steps."""
+        self._writer = SummaryWriter(str(self.events), purge_step=step + 1 if step else None)
+
+    def record(self, step: int, values: dict[str, float]) -> None:
+        """Append measurements after so many steps."""
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def log(self, text: str) -> None:
+        """Append a line to the log."""
+        with self.log_file.open("a") as file:
+            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
+
+    def close(self) -> None:
+        """Finish the TensorBoard events."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The measurements of a run, oldest first."""
+    file = RunFolder(folder).metrics_file
+    return [json.loads(line) for line in file.read_text().splitlines() if _step_of(line) >= 0] if file.exists() else []
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware."""
+    cuda = torch.cuda.is_available()
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "threads": torch.get_num_threads(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def default_path(recipe: str) -> Path:
+    """A new folder's path, named after the recipe and the time."""
+    return Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        # The last line of a run that was killed while it was written.
+        return float("nan")

@@ -1,0 +1,179 @@
+import threading
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.linear_model import RidgeClassifier
+
+from stop_mim.data import scenes as scenes_module
+from stop_mim.data.scenes import RENDERER_VERSION, Scenes, load_scenes, render_scenes, render_video
+from stop_mim.errors import InputError
+
+DISTANCE_BINS = [8.0, 8.5, 9.0, 9.5, 10.0]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return load_scenes(960, cache_folder=tmp_path_factory.mktemp("cache"))
+
+
+def assert_same(a: Scenes, b: Scenes) -> None:
+    for field in fields(Scenes):
+        assert torch.equal(getattr(a, field.name), getattr(b, field.name)), field.name
+
+
+def part(scenes: Scenes, low: int, high: int) -> Scenes:
+    return Scenes(**{field.name: getattr(scenes, field.name)[low:high] for field in fields(Scenes)})
+
+
+def visible_ids(masks: torch.Tensor) -> list[set[int]]:
+    return [set(mask.unique().tolist()) - {0} for mask in masks]
+
+
+def assert_ids_are_counted(scenes: Scenes) -> None:
+    assert visible_ids(scenes.masks) == [set(range(1, count + 1)) for count in scenes.counts.tolist()]
+
+
+def test_the_same_arguments_give_the_same_scenes_and_other_seeds_others() -> None:
+    assert_same(render_scenes(20, seed=3), render_scenes(20, seed=3))
+    assert not torch.equal(render_scenes(4, seed=3).images, render_scenes(4, seed=4).images)
+
+
+def test_a_scene_depends_neither_on_its_batch_nor_on_the_threads(many: Scenes) -> None:
+    assert_same(render_scenes(8, first=4), part(render_scenes(12), 4, 12))
+    assert_same(render_scenes(40, first=910), part(many, 910, 950))
+
+
+def test_labels_do_not_depend_on_the_size(many: Scenes) -> None:
+    small, large = part(many, 0, 6), render_scenes(6, size=224)
+    assert large.images.shape == (6, 3, 224, 224)
+    assert torch.equal(small.counts, large.counts)
+    assert torch.equal(small.nearest_distances, large.nearest_distances)
+    assert_ids_are_counted(large)
+    shrunk = torch.nn.functional.interpolate(large.images.float(), (64, 64), mode="area")
+    assert (shrunk - small.images.float()).abs().mean() < 8
+
+
+def test_counts_are_uniform_and_agree_with_the_masks(many: Scenes) -> None:
+    assert_ids_are_counted(many)
+    shares = torch.bincount(many.counts, minlength=11)[3:] / len(many.counts)
+    assert len(shares) == 8
+    assert shares.min() > 0.08
+    assert_ids_are_counted(render_scenes(128, size=32))
+
+
+def test_every_bin_of_the_nearest_distance_is_occupied_whatever_the_count(many: Scenes) -> None:
+    distances = many.nearest_distances.numpy()
+    assert np.bincount(np.digitize(distances, DISTANCE_BINS), minlength=6).min() > 0.08 * len(distances)
+    assert abs(np.corrcoef(distances, many.counts.numpy())[0, 1]) < 0.1
+
+
+def test_pixels_do_not_give_the_labels_away_linearly_but_masks_do(many: Scenes) -> None:
+    pixels = many.images.flatten(1).numpy().astype(np.float32) / 255
+    counts, bins = many.counts.numpy(), np.digitize(many.nearest_distances.numpy(), DISTANCE_BINS)
+    for labels, bound in ((counts, 0.27), (bins, 0.42)):
+        probe = RidgeClassifier(alpha=1000.0).fit(pixels[:760], labels[:760])
+        assert probe.score(pixels[760:], labels[760:]) < bound
+    assert many.masks.flatten(1).amax(1).tolist() == counts.tolist()
+
+
+def test_objects_stand_out_from_the_ground(many: Scenes) -> None:
+    images, masks = many.images[:64].float(), many.masks[:64]
+    edges = (masks[:, :, 1:] != masks[:, :, :-1])[:, None].expand(-1, 3, -1, -1)
+    steps = (images[..., 1:] - images[..., :-1]).abs()
+    assert steps[edges].mean() > 3 * steps[~edges].mean()
+
+
+def test_the_cache_gives_back_what_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path))
+    reports: list[tuple[int, int]] = []
+    first = load_scenes(20, size=32, progress=lambda done, total: reports.append((done, total)))
+    assert reports == [(16, 20), (20, 20)]
+    assert_same(first, render_scenes(20, size=32))
+    assert [file.suffix for file in (tmp_path / "scenes").iterdir()] == [".safetensors"]
+    monkeypatch.setattr(scenes_module, "_render_span", None)
+    assert_same(load_scenes(20, size=32, progress=lambda done, total: reports.append((done, total))), first)
+    assert reports[-1] == (20, 20)
+
+
+def test_a_cache_file_that_is_torn_or_of_another_renderer_is_rendered_anew(tmp_path: Path) -> None:
+    first = load_scenes(4, size=32, cache_folder=tmp_path)
+    (file,) = (tmp_path / "scenes").iterdir()
+    whole = file.read_bytes()
+    blank = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
+    first = Scenes(**{field.name: getattr(first, field.name).clone() for field in fields(Scenes)})
+    for spoil in (
+        lambda: file.write_bytes(whole[: len(whole) // 2]),
+        lambda: file.write_bytes(b"no tensors"),
+        lambda: save_file(blank, file, {"renderer": str(RENDERER_VERSION + 1)}),
+        lambda: save_file(blank, file),
+    ):
+        spoil()
+        assert_same(load_scenes(4, size=32, cache_folder=tmp_path), first)
+        assert file.read_bytes() == whole
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tear(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(scenes_module, "save_file", tear)
+    with pytest.raises(InputError, match="disk full"):
+        load_scenes(1, size=32, cache_folder=tmp_path)
+    assert list((tmp_path / "scenes").iterdir()) == []
+
+
+def test_loading_leaves_the_number_of_threads_as_it_was(tmp_path: Path) -> None:
+    before, seen = torch.get_num_threads(), []
+    load_scenes(1, size=32, cache_folder=tmp_path)
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert [torch.get_num_threads(), *seen] == [before, before]
+
+
+def test_a_video_begins_with_all_objects_and_keeps_their_numbers() -> None:
+    for index in range(6):
+        video = render_video(index, frames=8, size=64)
+        first, *later = visible_ids(video.masks)
+        assert first == set(range(1, len(first) + 1))
+        assert 2 <= len(first) <= 4
+        assert all(ids <= first for ids in later)
+    assert visible_ids(render_video(0, frames=1, objects=6).masks) == [{1, 2, 3, 4, 5, 6}]
+
+
+def test_objects_move_smoothly() -> None:
+    video = render_video(1, frames=12, size=64)
+    changed = (video.masks[1:] != video.masks[:-1]).float().mean((1, 2))
+    assert changed.min() > 0
+    assert changed.max() < 0.15
+    assert (video.masks[0] != video.masks[-1]).float().mean() > changed.mean()
+
+
+def test_a_longer_video_begins_like_a_shorter_one() -> None:
+    short, long = render_video(2, frames=3, size=32, seed=5), render_video(2, frames=60, size=32, seed=5)
+    assert torch.equal(short.frames, long.frames[:3])
+    assert torch.equal(short.masks, long.masks[:3])
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: render_scenes(0), "number of scenes is 0"),
+        (lambda: render_scenes(1, size=-1), "size of the scenes is -1"),
+        (lambda: render_scenes(1, seed=-2), "seed of the scenes is -2"),
+        (lambda: render_scenes(1, first=-3), "first scene is -3"),
+        (lambda: load_scenes(-4), "number of scenes is -4"),
+        (lambda: render_video(-1), "number of the video is -1"),
+        (lambda: render_video(0, frames=0), "number of frames is 0"),
+        (lambda: render_video(0, size=0), "size of the video is 0"),
+        (lambda: render_video(0, objects=11), "number of objects is 11"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(call, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        call()
