@@ -1,0 +1,52 @@
+"""Stochastic positional embeddings (StoP) for masked image modelling.
+
+Names are imported when they are first used, so that `stop_mim.positions` needs torch alone and the command line is quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stop_mim.masking import Masks, MultiBlockMasks, RandomMasks
+    from stop_mim.models.encoder import Encoder, create_encoder, load_encoder, save_encoder
+    from stop_mim.models.ijepa import IJEPA
+    from stop_mim.models.predictor import Predictor, context_projection
+    from stop_mim.positions import LearnedPositions, Positions, SinCosPositions, StochasticPositions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IJEPA",
+    "Encoder",
+    "LearnedPositions",
+    "Masks",
+    "MultiBlockMasks",
+    "Positions",
+    "Predictor",
+    "RandomMasks",
+    "SinCosPositions",
+    "StochasticPositions",
+    "context_projection",
+    "create_encoder",
+    "load_encoder",
+    "save_encoder",
+]
+
+_HOMES = {
+    "stop_mim.positions": ("LearnedPositions", "Positions", "SinCosPositions", "StochasticPositions"),
+    "stop_mim.masking": ("Masks", "MultiBlockMasks", "RandomMasks"),
+    "stop_mim.models.encoder": ("Encoder", "create_encoder", "load_encoder", "save_encoder"),
+    "stop_mim.models.predictor": ("Predictor", "context_projection"),
+    "stop_mim.models.ijepa": ("IJEPA",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'stop_mim' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -21,13 +21,12 @@ class BadImages:
     def add(self, description: str) -> None:
         """Count and list one, once; raises InputError when they are too many."""
         line = " ".join(description.split())
-        if line in self._known:
-            return
-        self._known.add(line)
-        if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as file:
-                file.write(line + "\n")
+        if line not in self._known:
+            self._known.add(line)
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with self.file.open("a") as file:
+                    file.write(line + "\n")
         if len(self._known) > MAX_BAD_PART * self.total:
             listed = f" (listed in {self.file})" if self.file is not None else ""
             raise InputError(

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -30,6 +30,7 @@ SIZES_LOOKED_AT = 256
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 
 
+@runtime_checkable
 class Loader(Protocol):
     """Batches of augmented, normalised images on the training device."""
 
@@ -100,7 +101,7 @@ class StreamingLoader:
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if self.workers else None,
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=_ignore_signals,
         )
         for batch, (pixels, bad) in enumerate(reader, start=first):
             for description in bad:
@@ -153,9 +154,11 @@ def _collate(samples: Sequence[tuple[Tensor, list[str]]]) -> tuple[Tensor, list[
     return torch.stack([pixels for pixels, _ in samples]), [line for _, bad in samples for line in bad]
 
 
-def _ignore_interrupts(worker: int) -> None:
-    # Ctrl-C reaches the whole process group; the main process saves, and ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ignore_signals(worker: int) -> None:
+    # Ctrl-C, and SIGTERM from timeout or Slurm, reach the whole process group: the main process saves, and ends its
+    # workers itself.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def store_images(

@@ -2,18 +2,20 @@
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stop_mim.data.cache import cache_folder, whole_file
+from stop_mim.data.cache import cache_folder
 from stop_mim.data.image_source import digest
 from stop_mim.data.images import MAX_PIXELS
 from stop_mim.data.splits import SPLIT_NAMES, choose_split
 from stop_mim.data.tables import TableSource, image_column, label_column, read_classes
 from stop_mim.errors import InputError
+from stop_mim.files import write_atomically
 
 MEMORY_LIMIT = 2 * 2**30
 """Sets of files below this many bytes are held in memory."""
@@ -72,15 +74,14 @@ class ParquetSource(TableSource):
     def _convert(self, target: Path) -> None:
         batches = self._batches()
         first = next(batches)
-        try:
-            with (
-                whole_file(target) as draft,
-                pa.OSFile(str(draft), "wb") as file,
-                pa.ipc.new_file(file, first.schema) as writer,
-            ):
-                writer.write_batch(first)
-                for batch in batches:
+
+        def write(draft: Path) -> None:
+            with pa.OSFile(str(draft), "wb") as file, pa.ipc.new_file(file, first.schema) as writer:
+                for batch in chain([first], batches):
                     writer.write_batch(batch)
+
+        try:
+            write_atomically(target, write)
         except OSError as error:
             raise InputError(
                 f"{self.name} could not be converted to {target} ({error}): set STOP_MIM_CACHE to a folder with room."

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from stop_mim.data.cache import cache_folder, whole_file
+from stop_mim.data.cache import cache_folder
 from stop_mim.data.image_source import EncodedSource, class_labels, digest
 from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage
 from stop_mim.errors import InputError, MissingExtra
+from stop_mim.files import write_atomically
 
 
 @dataclass
@@ -92,8 +93,8 @@ def shard_index(path: Path) -> ShardIndex:
         return ShardIndex(**json.loads(cached.read_text()))
     index = _build_index(path)
     # The cache only saves time: where it cannot be written, the next run indexes again.
-    with suppress(OSError), whole_file(cached) as draft:
-        draft.write_text(json.dumps(asdict(index)))
+    with suppress(OSError):
+        write_atomically(cached, lambda draft: draft.write_text(json.dumps(asdict(index))))
     return index
 
 

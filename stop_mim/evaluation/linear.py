@@ -47,7 +47,7 @@ def fit_linear_probe(
         optimiser.zero_grad()
         loss = F.cross_entropy(F.linear(inputs, weight, bias), labels) + 0.5 * penalty * weight.square().sum()
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     with torch.enable_grad():
         optimiser.step(closure)

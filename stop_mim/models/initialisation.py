@@ -16,7 +16,11 @@ def initialise_transformer(module: nn.Module, blocks: Iterable[Any], std: float 
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            nn.init.trunc_normal_(layer.weight, std=std)
+            # Pixels come in with unit variance and must leave the patch projection so: a fixed small std would drown small
+            # patches in their positions, and the first targets, features of this very network, would be positions alone.
+            is_patch_projection = isinstance(layer, nn.Conv2d)
+            fan_in = layer.weight[0].numel()
+            nn.init.trunc_normal_(layer.weight, std=1 / math.sqrt(fan_in) if is_patch_projection else std)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
     with torch.no_grad():

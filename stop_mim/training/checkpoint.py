@@ -27,14 +27,10 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write it in one step, with a checksum of all tensors."""
+    """Write it in one step, with a checksum of all that it holds."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in checkpoint.tensors.items()}
-    metadata = {
-        "format": FILE_FORMAT,
-        "step": str(checkpoint.step),
-        "state": json.dumps(checkpoint.state),
-        "checksum": _checksum(tensors),
-    }
+    metadata = {"format": FILE_FORMAT, "step": str(checkpoint.step), "state": json.dumps(checkpoint.state)}
+    metadata["checksum"] = _checksum(tensors, metadata)
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
@@ -49,7 +45,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise InputError(f"The checkpoint {path} cannot be read ({error}): {remedy}.") from error
     if metadata.get("format") != FILE_FORMAT:
         raise InputError(f"{path} is no checkpoint of stop-mim: {remedy}.")
-    if metadata.get("checksum") != _checksum(tensors):
+    if metadata.pop("checksum", None) != _checksum(tensors, metadata):
         raise InputError(f"The checkpoint {path} is damaged, its checksum does not fit its contents: {remedy}.")
     return Checkpoint(int(metadata["step"]), tensors, json.loads(metadata["state"]))
 
@@ -76,7 +72,9 @@ def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.o
     for name, tensor in checkpoint.tensors.items():
         if name.startswith("optimiser."):
             _, key, parameter_name = name.split(".", 2)
-            parameter = parameters[parameter_name]
+            parameter = parameters.get(parameter_name)
+            if parameter is None or (tensor.dim() and tensor.shape != parameter.shape):
+                raise InputError(f"The checkpoint of step {checkpoint.step} does not fit this run ({name}).")
             # AdamW keeps its step counters, the only scalars, on the CPU unless it is fused.
             stays_on_cpu = not tensor.dim() and not optimiser.defaults.get("fused")
             optimiser.state[parameter][key] = tensor.clone() if stays_on_cpu else tensor.to(parameter.device)
@@ -90,7 +88,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """The checkpoints of a folder by step, oldest first."""
     files = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.safetensors")}
-    return {int(step): path for step, path in sorted(files.items()) if step.isdecimal()}
+    return dict(sorted((int(step), path) for step, path in files.items() if step.isdecimal()))
 
 
 def prune_checkpoints(folder: Path, keep: int, milestone_every_steps: int | None = None) -> None:
@@ -101,8 +99,8 @@ def prune_checkpoints(folder: Path, keep: int, milestone_every_steps: int | None
             steps[step].unlink(missing_ok=True)
 
 
-def _checksum(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

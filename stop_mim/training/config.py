@@ -36,6 +36,13 @@ class EncoderConfig:
     drop_path: float = 0.0
     """Chance that a residual branch is left out, for the last layer; earlier ones have less."""
 
+    def __post_init__(self) -> None:
+        _require_choices(self, "encoder")
+        for name in ("patch_size", "width", "depth", "heads"):
+            value = getattr(self, name)
+            _require(self, "encoder", name, value is None or value > 0, "give a number above zero")
+        _require(self, "encoder", "drop_path", 0 <= self.drop_path < 1, "give a number from 0 to below 1")
+
 
 @dataclass(frozen=True)
 class PredictorConfig:
@@ -69,6 +76,7 @@ class PositionsConfig:
     """paper: sigma is a variance and masked tokens have a learned m̃. release: a std, the projection's bias and no m̃."""
 
     def __post_init__(self) -> None:
+        _require_choices(self, "positions")
         for name, value in (("sigma", self.sigma), ("sigma_start", self.sigma_start)):
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise InputError(f"positions.{name} is {value}: give a finite number that is zero or positive.")
@@ -98,6 +106,9 @@ class MaskConfig:
     """Part of the patches that random masks make targets."""
     compat: Literal["release"] | None = None
     """release: sample as the released I-JEPA and StoP code does, with its defects."""
+
+    def __post_init__(self) -> None:
+        _require_choices(self, "masks")
 
 
 @dataclass(frozen=True)
@@ -133,11 +144,14 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "lr"):
-            _require(self, "optim", name, getattr(self, name) > 0, "give a number above zero")
+            _require(self, "optim", name, 0 < getattr(self, name) < math.inf, "give a number above zero")
         for name in ("start_lr", "final_lr", "warmup_epochs", "weight_decay", "final_weight_decay"):
-            _require(self, "optim", name, getattr(self, name) >= 0, "give zero or a positive number")
+            _require(self, "optim", name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
         for name in ("ema_start", "ema_final"):
             _require(self, "optim", name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
+        _require(self, "optim", "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
+        hold = self.hold_after_epoch
+        _require(self, "optim", "hold_after_epoch", hold is None or hold >= 0, "give zero or a positive number")
         clip = self.clip_gradient_norm
         _require(self, "optim", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
         _require(self, "optim", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above optim.epochs")
@@ -161,6 +175,7 @@ class SpeedConfig:
     """Compile encoder and predictor with torch.compile."""
 
     def __post_init__(self) -> None:
+        _require_choices(self, "speed")
         size, workers = self.batch_size_per_device, self.workers
         _require(self, "speed", "batch_size_per_device", size is None or size > 0, "give a number above zero")
         _require(self, "speed", "workers", workers is None or workers >= 0, "give zero or a positive number")
@@ -250,6 +265,17 @@ def _from_plain(kind: Any, value: Any, path: str) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and kind in (float, float | None):
         return float(value)
     return value
+
+
+def _require_choices(config: object, group: str) -> None:
+    """A misspelt choice is refused here: further on it would quietly be one of the others."""
+    for name, kind in typing.get_type_hints(type(config)).items():
+        literals = [part for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is Literal]
+        choices = [choice for part in literals for choice in typing.get_args(part)]
+        value = getattr(config, name)
+        optional = type(None) in typing.get_args(kind)
+        holds = not choices or value in choices or (optional and value is None)
+        _require(config, group, name, holds, f"choose {' or '.join(map(str, choices))}")
 
 
 def _require(config: object, group: str, name: str, holds: bool, remedy: str) -> None:

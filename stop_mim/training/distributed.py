@@ -31,19 +31,25 @@ class Ranks:
 
 @contextmanager
 def process_group(device_name: str = "auto") -> Iterator[Ranks]:
-    """Join the other processes, if torchrun started some, for the time of the context."""
-    world_size, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    """Join the other processes, if torchrun started some, for the time of the context; a group that exists is used.
+
+    Several runs in one process need such a group around them: torch cannot join the same processes a second time.
+    """
+    joined, local_rank = dist.is_initialized(), int(os.environ.get("LOCAL_RANK", "0"))
+    world_size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(device_name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1:
         yield Ranks(0, 1, 1, device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if not joined:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(dist.get_rank(), world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device)
     finally:
-        dist.destroy_process_group()
+        if not joined:
+            dist.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -55,7 +61,8 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     except RuntimeError as error:
         raise InputError(f"speed.device is '{name}': choose auto, cpu, cuda or cuda:NUMBER.") from error
     if device.type == "cuda":
-        index = local_rank if device.index is None else device.index
+        # From the name: torch keeps indices in eight bits, and takes cuda:256 for cuda:0.
+        index = int(name.partition(":")[2] or local_rank)
         if index >= torch.cuda.device_count():
             raise InputError(
                 f"speed.device is '{name}': this machine has {torch.cuda.device_count()} GPUs; use cpu or auto."

@@ -70,6 +70,7 @@ def effective_rank(features: Float[Tensor, "n dim"]) -> float:
     return math.exp(-(parts * parts.log()).sum().item())
 
 
+@torch.no_grad()
 def ema_distance(objective: IJEPA) -> float:
     """How far the target encoder is behind, relative to the encoder's weights."""
     pairs = list(zip(objective.encoder.parameters(), objective.target.parameters(), strict=True))

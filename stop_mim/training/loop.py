@@ -72,6 +72,8 @@ def train(config: TrainConfig, recipe: str = "custom", console: Console | None =
         path = Path(broadcast(str(config.out or default_path(recipe)), ranks))
         folder = RunFolder(path)
         folder.require_new()
+        if ranks.is_main:
+            folder.discard_bad_images()
         wait_for_all(ranks)
         with ProgressDisplay(console, shown=ranks.is_main) as display:
             run = Run(config, folder, ranks, display)
@@ -114,6 +116,8 @@ class Run:
         # What is wrong with the model or the masks is known before the data are read.
         encoder = check_model(config)
         self.masks = build_masks(config.masks, encoder.grid)
+        if not config.data:
+            raise InputError("data is not given: add --data with a folder, a parquet file or another name of a data set.")
         source = open_source(config.data)
         self.data_fingerprint = source.fingerprint()
         self.loader = self._open_loader(source, build_augment(config, encoder))
@@ -122,6 +126,8 @@ class Run:
         )
         self.steps_per_epoch = self.order.steps_per_epoch
         self.total_steps = config.optim.epochs * self.steps_per_epoch
+        milestone_epochs = config.checkpoint.milestone_every_epochs
+        self.milestone_steps = None if milestone_epochs is None else milestone_epochs * self.steps_per_epoch
         torch.manual_seed(derive_seed(config.seed, "weights"))
         self.objective = build_objective(config, self.total_steps).to(ranks.device)
         self.optimiser = make_optimiser(self.objective, config.optim, ranks.device)
@@ -190,6 +196,8 @@ class Run:
             values = values_at(self.step, self.steps_per_epoch, self.config.optim)
             self.objective.predictor.positions.set_step(self.step)
             batches = list(self._masked(images))
+            # What has no generator of its own, such as drop path, draws from the global one.
+            torch.manual_seed(derive_seed(self.config.seed, "layers", self.step, self.ranks.rank))
             outcome = training_step(
                 self.model,
                 self.objective,
@@ -207,11 +215,15 @@ class Run:
             if self.ranks.is_main:
                 self._report(outcome, values, batches[0][0], end)
             stopping = any_rank(bool(interruption), self.ranks)
-            if self.step % self.config.checkpoint.every_steps == 0 or self.step == end or stopping:
+            if stopping or self.step == end or self._saves_here():
                 self.save()
             if stopping:
                 interruption.signal_name = interruption.signal_name or "another process"
                 return
+
+    def _saves_here(self) -> bool:
+        milestone = self.milestone_steps is not None and self.step % self.milestone_steps == 0
+        return milestone or self.step % self.config.checkpoint.every_steps == 0
 
     def _masked(self, images: Iterator[Tensor]) -> Iterator[tuple[Tensor, Masks]]:
         for number in range(self.step * self.batches_per_step, (self.step + 1) * self.batches_per_step):
@@ -294,8 +306,7 @@ class Run:
             folder, config = self.folder.checkpoints, self.config.checkpoint
             save_checkpoint(Checkpoint(self.step, tensors, state), checkpoint_path(folder, self.step))
             save_encoder(self.objective.target, self.folder.encoder_file)
-            every = config.milestone_every_epochs
-            prune_checkpoints(folder, config.keep, None if every is None else every * self.steps_per_epoch)
+            prune_checkpoints(folder, config.keep, self.milestone_steps)
             self.folder.log(f"Saved step {self.step}.")
         wait_for_all(self.ranks)
 

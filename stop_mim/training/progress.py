@@ -2,7 +2,6 @@
 
 import time
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,7 +29,7 @@ class ProgressDisplay:
         self._last_line = 0.0
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ProgressDisplay":
         self._progress.start()
         return self
 

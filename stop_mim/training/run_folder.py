@@ -41,10 +41,18 @@ class RunFolder:
             raise InputError(
                 f"{self.path} already holds a run: continue it with 'stop-mim resume {self.path}', or choose another --out."
             )
-        # A run that ended before its first step because of bad images leaves their list behind.
-        leftovers = {file.name for file in self.path.iterdir()} if self.path.is_dir() else set()
-        if self.path.exists() and (not self.path.is_dir() or leftovers - {self.bad_images_file.name}):
+        # A run that ended before its first step because of bad images leaves the lists of its processes behind.
+        others = set(self.path.iterdir()) - set(self._bad_images_files()) if self.path.is_dir() else set()
+        if self.path.exists() and (not self.path.is_dir() or others):
             raise InputError(f"{self.path} exists and is not an empty folder: choose another --out.")
+
+    def discard_bad_images(self) -> None:
+        """Forget the bad images of a run that never began: the data may have been repaired since."""
+        for file in self._bad_images_files():
+            file.unlink()
+
+    def _bad_images_files(self) -> list[Path]:
+        return list(self.path.glob(f"{self.bad_images_file.stem}*.txt"))
 
     def create(self, config: TrainConfig, recipe: str) -> None:
         """Begin the records of a new run."""
@@ -78,14 +86,20 @@ class RunFolder:
         return next(iter(reversed(checkpoints_in(self.checkpoints).values())), None)
 
     def forget_after(self, step: int) -> None:
-        """Drop what was measured after this step: those steps come again."""
+        """Drop what was measured after this step, and set later checkpoints aside: those steps come again."""
         if self.metrics_file.exists():
             lines = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= step]
             write_atomically(self.metrics_file, lambda file: file.write_text("".join(f"{line}\n" for line in lines)))
+        for later, path in checkpoints_in(self.checkpoints).items():
+            if later > step:
+                path.replace(path.with_name(f"{path.name}.superseded"))
+        # A process that was killed while it saved leaves half a checkpoint behind.
+        for half in self.checkpoints.glob(".step-*"):
+            half.unlink()
 
     def open_events(self, step: int) -> None:
         """Begin to write TensorBoard events, after so many steps."""
-        self._writer = SummaryWriter(str(self.events), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(self.events), purge_step=step + 1)
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Append measurements after so many steps."""

@@ -108,6 +108,15 @@ def test_depth_scaled_initialisation_survives_construction():
         assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
+@pytest.mark.parametrize("patch_size", [4, 8, 16])
+def test_content_is_not_drowned_by_positions_at_any_patch_size(patch_size):
+    torch.manual_seed(0)
+    encoder = create_encoder(Dimensions(width=192, depth=1, heads=3), image_size=64, patch_size=patch_size)
+    patches = cut_patches(torch.randn(8, 3, 64, 64), (patch_size, patch_size))
+    content = torch.nn.functional.linear(patches, encoder.vit.patch_embed.proj.weight.flatten(1))
+    assert content.std().item() == pytest.approx(1.0, rel=0.1)
+
+
 def test_positions_are_fixed(encoder):
     assert not encoder.vit.pos_embed.requires_grad
 

@@ -1,0 +1,232 @@
+"""Layouts to pictures and masks, by ray casting.
+
+Large tensors see only +, -, *, / and sqrt, which round alike in every vector lane and thread: so a scene's bytes
+depend neither on the batch that it is rendered in nor on the number of threads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float32, Int64, UInt8
+from torch import Tensor
+
+from stop_mim.data.scene_layout import HALF_VIEW, PLANES, QUADRICS, TEXELS, Layout, project
+
+SAMPLES_PER_SIDE = 2
+REFERENCE_SIZE, VISIBLE_PIXELS = 64, 20
+
+
+@dataclass(frozen=True)
+class Hits:
+    """What the rays meet first, for those that meet an object at all."""
+
+    rays: Int64[Tensor, " hits"]
+    objects: Int64[Tensor, " hits"]
+    distances: Float32[Tensor, " hits"]
+    faces: Int64[Tensor, " hits"]
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    products = a * b
+    return products[0] + products[1] + products[2]
+
+
+def _of(values: Float32[Tensor, "m c"], indices: Int64[Tensor, " p"]) -> Float32[Tensor, "c p"]:
+    # index_select is several times faster than values[indices], and this runs for every ray near an object.
+    return values.T.contiguous().index_select(1, indices)
+
+
+def _planes(values: Float32[Tensor, "n c"]) -> Float32[Tensor, "c n 1"]:
+    # Contiguous, because a result takes the memory order of its first operand.
+    return values.T.contiguous()[:, :, None]
+
+
+def _rays(layout: Layout, side: int) -> Float32[Tensor, "3 rays"]:
+    """Unit directions of side x side rays for each scene, scene by scene and row by row."""
+    grid = ((torch.arange(side) + 0.5) * (2 / side) - 1) * HALF_VIEW
+    right, down, forward = (_planes(axis)[..., None] for axis in layout.axes.unbind(1))
+    length = (1 + grid[None, :] * grid[None, :] + (grid * grid)[:, None]).sqrt()
+    return ((forward + right * grid[None, :] + down * grid[:, None]) / length).flatten(1)
+
+
+def _box_corners(layout: Layout, widening: float) -> Float32[Tensor, "n k 8 3"]:
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3)
+    sides = layout.extents[:, :, None] * signs * torch.tensor([widening, widening, 1.0])
+    cosine, sine = layout.turns[:, :, None].unbind(-1)
+    x, y, z = sides.unbind(-1)
+    return layout.centres[:, :, None] + torch.stack((x * cosine - y * sine, x * sine + y * cosine, z), -1)
+
+
+def _pairs(layout: Layout, points: Float32[Tensor, "n k corners 3"], side: int) -> tuple[Tensor, Tensor]:
+    """(object, ray) for all rays within the picture rectangle around each counted object's points."""
+    n, k = layout.solids.shape
+    pixels = ((project(layout, points) + 1) * (side / 2)).clamp(0, side)
+    low, high = pixels.amin(2).floor().long(), pixels.amax(2).ceil().long()
+    width, height = (high - low).flatten(0, 1).unbind(-1)
+    left, top = low.flatten(0, 1).unbind(-1)
+    height = height * (torch.arange(k) < layout.counts[:, None]).flatten()
+    owners = torch.repeat_interleave(torch.arange(n * k), height)
+    lines = torch.arange(len(owners)) - (height.cumsum(0) - height)[owners] + top[owners]
+    widths = width[owners]
+    shifts = (owners // k * side + lines) * side + left[owners] - (widths.cumsum(0) - widths)
+    rows = torch.repeat_interleave(torch.arange(len(owners)), widths)
+    return owners.index_select(0, rows), shifts.index_select(0, rows) + torch.arange(len(rows))
+
+
+def _to_object(layout: Layout, objects: Tensor, vectors: Float32[Tensor, "3 p"]) -> Float32[Tensor, "3 p"]:
+    """World vectors turned and scaled into the frames of their objects."""
+    cosine, sine = _of(layout.turns.flatten(0, 1), objects)
+    x, y, z = vectors
+    return torch.stack((x * cosine + y * sine, y * cosine - x * sine, z)) / _of(layout.extents.flatten(0, 1), objects)
+
+
+def _pierce(layout: Layout, objects: Tensor, origins: Tensor, directions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where lines enter and leave their objects, and through which face they enter: 0 is the curved one.
+
+    The cone's quadric needs lines less steep than its flank: the camera's and the light's elevations see to that.
+    """
+    o = _to_object(layout, objects, origins - _of(layout.centres.flatten(0, 1), objects))
+    d, solids = _to_object(layout, objects, directions), layout.solids.flatten().index_select(0, objects)
+    a, b, c, e = _of(QUADRICS, solids)
+    square = a * (d[0] * d[0] + d[1] * d[1]) + b * d[2] * d[2]
+    half = a * (o[0] * d[0] + o[1] * d[1]) + b * o[2] * d[2] + c * d[2] / 2
+    rest = a * (o[0] * o[0] + o[1] * o[1]) + b * o[2] * o[2] + c * o[2] + e
+    discriminant = half * half - square * rest
+    root = discriminant.clamp(min=0).sqrt()
+    enter, leave = (-half - root) / square, (-half + root) / square
+    leave = torch.where(discriminant > 0, leave, enter - 1)
+    face = torch.zeros_like(solids)
+    for number, plane in enumerate(PLANES, start=1):
+        *facing, offset = _of(plane, solids)
+        slope = facing[0] * d[0] + facing[1] * d[1] + facing[2] * d[2]
+        slope = torch.where(slope.abs() < 1e-7, 1e-7, slope)
+        crossing = (offset - (facing[0] * o[0] + facing[1] * o[1] + facing[2] * o[2])) / slope
+        later = (slope < 0) & (crossing > enter)
+        enter, face = torch.where(later, crossing, enter), torch.where(later, number, face)
+        leave = torch.where(slope > 0, torch.minimum(leave, crossing), leave)
+    return enter, leave, face
+
+
+def _normals(layout: Layout, objects: Tensor, points: Tensor, face: Tensor) -> Float32[Tensor, "3 p"]:
+    """The outward unit normals of objects at points on their surfaces."""
+    at = _to_object(layout, objects, points - _of(layout.centres.flatten(0, 1), objects))
+    solids = layout.solids.flatten()[objects]
+    a, b, c, _ = _of(QUADRICS, solids)
+    flat = PLANES[(face - 1).clamp(min=0), solids, :3].T
+    normal = torch.where(face == 0, torch.stack((a * at[0], a * at[1], b * at[2] + c / 2)), flat)
+    x, y, z = normal / _of(layout.extents.flatten(0, 1), objects)
+    cosine, sine = _of(layout.turns.flatten(0, 1), objects)
+    world = torch.stack((x * cosine - y * sine, x * sine + y * cosine, z))
+    return world / _dot(world, world).sqrt()
+
+
+def _cast(layout: Layout, rays: Float32[Tensor, "3 rays"], side: int) -> Hits:
+    """The first object along each ray; integer keys of depth and object make equal depths a tie with one winner."""
+    objects, pixels = _pairs(layout, _box_corners(layout, 1.0), side)
+    origins = _of(layout.eyes, objects // layout.solids.shape[1])
+    enter, leave, face = _pierce(layout, objects, origins, rays.index_select(1, pixels))
+    met = ((leave > enter) & (enter > 0)).nonzero()[:, 0]
+    enter, objects, pixels = enter[met], objects[met], pixels[met]
+    keys = enter.view(torch.int32).long() * len(layout.solids.flatten()) + objects
+    first = torch.full(rays.shape[1:], torch.iinfo(torch.long).max).scatter_reduce_(0, pixels, keys, "amin")
+    won = (first[pixels] == keys).nonzero()[:, 0]
+    return Hits(pixels[won], objects[won], enter[won], face[met[won]])
+
+
+def _shadow(layout: Layout, points: Tensor, owners: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """How much of the sun, and by contact of the sky, the objects keep from each point, 0 to 1.
+
+    A shadow is as deep as the way through the object is long: that softens its rim.
+    """
+    k, corners = layout.solids.shape[1], _box_corners(layout, 1.0)
+    fallen = corners - (layout.to_light / layout.to_light[:, 2:])[:, None, None] * corners[..., 2:]
+    around = _box_corners(layout, 1.5)[:, :, ::2]
+    objects, pixels = _pairs(layout, torch.cat((corners, fallen, around), 2), side)
+    away = points.index_select(1, pixels) - _of(layout.centres.flatten(0, 1), objects)
+    to_light, (width, _, height) = _of(layout.to_light, objects // k), _of(layout.extents.flatten(0, 1), objects)
+    beside = (away[0] * away[0] + away[1] * away[1]).sqrt() / width
+    contact = ((1.5 - beside) / 0.7).clamp(0, 1) * (1 - (away[2] + height) / width).clamp(0, 1)
+    ahead = _dot(away, to_light)
+    near = _dot(away, away) - ahead * ahead < 2 * width * width + height * height
+    other = owners.index_select(0, pixels) != objects
+    chosen = (near & other).nonzero()[:, 0]
+    objects, shaded = objects[chosen], pixels[chosen]
+    enter, leave, _ = _pierce(layout, objects, points.index_select(1, shaded), to_light.index_select(1, chosen))
+    umbra = ((leave - enter.clamp(min=0)) / (0.5 * width[chosen])).clamp(0, 1)
+    empty = torch.zeros_like(points[0])
+    return empty.scatter_reduce(0, shaded, umbra, "amax"), empty.scatter_reduce(0, pixels, contact * other, "amax")
+
+
+def _ground(layout: Layout, points: Float32[Tensor, "3 n rays"], distances: Tensor) -> Float32[Tensor, "3 n rays"]:
+    """The ground's colours: two, mixed by the texture, whose contrast fades where a texel is finer than a ray."""
+    along, across = _planes(layout.texture_steps)
+    column, row = points[0] * along - points[1] * across, points[0] * across + points[1] * along
+    left, top = column.floor(), row.floor()
+    right_share, low_share = column - left, row - top
+    left, top, texels = left.long(), top.long(), layout.textures.flatten()
+    start = (torch.arange(len(layout.counts)) * TEXELS**2)[:, None]
+
+    def strip(line: Tensor) -> Tensor:
+        begin = start + (line & TEXELS - 1) * TEXELS
+        first, second = texels.take(begin + (left & TEXELS - 1)), texels.take(begin + (left + 1 & TEXELS - 1))
+        return first + right_share * (second - first)
+
+    upper, lower = strip(top), strip(top + 1)
+    fourth = (distances / 17) * (distances / 17)
+    mix = 0.5 + (upper + low_share * (lower - upper) - 0.5) / (1 + fourth * fourth)
+    dark, light = map(_planes, layout.grounds.unbind(1))
+    return dark + mix * (light - dark)
+
+
+def _shade(
+    layout: Layout, hits: Hits, rays: Tensor, points: Tensor, shadow: Tensor, contact: Tensor
+) -> Float32[Tensor, "3 hits"]:
+    """The colours of the objects: diffuse, mirroring sky and ground as far as glossy, with a highlight."""
+    scenes, view = hits.objects // layout.solids.shape[1], -rays.index_select(1, hits.rays)
+    normals = _normals(layout, hits.objects, points.index_select(1, hits.rays), hits.faces)
+    to_light, sun, ambient = (_of(of, scenes) for of in (layout.to_light, layout.sun, layout.ambient))
+    colours, gloss = _of(layout.colours.flatten(0, 1), hits.objects), layout.gloss.flatten()[hits.objects]
+    lit = 1 - shadow[hits.rays]
+    sky = ambient * (0.65 + 0.35 * normals[2]) * (1 - 0.6 * contact[hits.rays])
+    diffuse = colours * (sky + sun * lit * _dot(normals, to_light).clamp(min=0))
+    upward = (2 * _dot(normals, view) * normals[2] - view[2]) * 1.5 + 0.5
+    floor, above = _of(layout.grounds.mean(1), scenes), _of(layout.haze + 0.3, scenes)
+    mirrored = (0.3 + 0.7 * colours) * (floor + upward.clamp(0, 1) * (above - floor)) * (0.3 + ambient + 0.3 * lit)
+    halfway = to_light + view
+    highlight = (_dot(normals, halfway) / _dot(halfway, halfway).sqrt()).clamp(min=0)
+    for _ in range(5):
+        highlight = highlight * highlight
+    return diffuse + 0.6 * gloss * (mirrored - diffuse) + sun * lit * highlight * (0.08 + gloss)
+
+
+def render(layout: Layout, size: int) -> tuple[UInt8[Tensor, "n 3 size size"], UInt8[Tensor, "n size size"]]:
+    """Pictures and masks: a pixel is the mean of its samples, its mask their lower median."""
+    (n, k), side = layout.solids.shape, size * SAMPLES_PER_SIDE
+    rays = _rays(layout, side)
+    hits = _cast(layout, rays, side)
+    steep = (-rays[2]).clamp(min=0.04).reshape(n, -1)
+    distances = layout.eyes[:, 2:] / steep
+    distances.view(-1)[hits.rays] = hits.distances
+    owners = torch.full((n * side * side,), -1).index_copy_(0, hits.rays, hits.objects)
+    points = _planes(layout.eyes) + rays.reshape(3, n, -1) * distances
+    shadow, contact = _shadow(layout, points.flatten(1), owners, side)
+    sun, ambient, haze = map(_planes, (layout.sun * layout.to_light[:, 2:], layout.ambient, layout.haze))
+    light = ambient * (1 - 0.7 * contact.reshape(n, -1)) + sun * (1 - 0.9 * shadow.reshape(n, -1))
+    colours = _ground(layout, points, distances) * light
+    colours.view(3, -1)[:, hits.rays] = _shade(layout, hits, rays, points.flatten(1), shadow, contact)
+    fog = (distances / layout.haze_reach[:, None]) * (distances / layout.haze_reach[:, None])
+    colours = colours + fog * fog / (1 + fog * fog) * (haze - colours)
+    a, b, c, d = colours.clamp(0, 1).sqrt().reshape(3, n, size, 2, size, 2).permute(3, 5, 1, 0, 2, 4).flatten(0, 1)
+    images = (((a + b) + (c + d)) * (255 / 4) + 0.5).to(torch.uint8)
+    ids = torch.where(owners < 0, 0, owners % k + 1).to(torch.uint8)
+    a, b, c, d = ids.reshape(n, size, 2, size, 2).permute(2, 4, 0, 1, 3).flatten(0, 1)
+    low = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))
+    return images, torch.minimum(low, torch.minimum(torch.maximum(a, b), torch.maximum(c, d)))
+
+
+def all_visible(layout: Layout) -> Bool[Tensor, " n"]:
+    """Whether every counted object shows enough pixels, at one size for all, so that no label depends on the size."""
+    n, k = layout.solids.shape
+    hits = _cast(layout, _rays(layout, REFERENCE_SIZE), REFERENCE_SIZE)
+    pixels = torch.bincount(hits.objects, minlength=n * k).reshape(n, k)
+    return ((pixels >= VISIBLE_PIXELS) | (torch.arange(k) >= layout.counts[:, None])).all(1)

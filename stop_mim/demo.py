@@ -1,0 +1,144 @@
+"""The demo: train a very small StoP model on the embedded scenes, and show that it has learned something."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Int, UInt8
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from stop_mim.analysis.figures import loss_figure, positions_figure
+from stop_mim.data.augment import resize_batch
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+from stop_mim.evaluation.clevr import count_classes, distance_classes
+from stop_mim.evaluation.features import pixel_features, pooled_features
+from stop_mim.evaluation.knn import knn
+from stop_mim.evaluation.linear import linear_probe
+from stop_mim.files import write_atomically
+from stop_mim.models.encoder import load_encoder
+from stop_mim.positions import StochasticPositions
+from stop_mim.seeds import derive_seed
+from stop_mim.training.build import build_encoder, build_objective
+from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.loop import train
+from stop_mim.training.progress import ProgressDisplay
+from stop_mim.training.recipes import find_recipe
+from stop_mim.training.run_folder import RunFolder, read_metrics
+
+DEFAULT_FOLDER = Path("stop-mim-demo")
+TASKS = {"count": "objects (8 classes)", "distance": "nearest (6 bins)"}
+# A linear probe on all pixels of 64x64 images would take longer than the training.
+PIXEL_BASELINE_SIZE = (32, 32)
+NEIGHBOURS = 20
+
+
+def run_demo(config: TrainConfig | None = None, console: Console | None = None) -> Path:
+    """Train, compare, draw; returns the folder that holds it all."""
+    console = console or Console()
+    config = config or find_recipe("demo")
+    config = replace(config, out=str(free_folder(Path(config.out or DEFAULT_FOLDER))))
+    console.print("Drawing scenes, then training a small StoP model on them (about two minutes on two cores).")
+    with ProgressDisplay(console) as display:
+        train_source, test_source = (open_source(config.data, split) for split in ("train", "test"))
+        display.say(f"{len(train_source):,} scenes to learn from, {len(test_source):,} to be tested on.")
+    result = train(config, recipe="demo", console=console)
+    if not result.finished:
+        raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
+    scores = compare(config, result.folder, train_source, test_source, console)
+    write_atomically(result.folder / "results.json", lambda file: file.write_text(json.dumps(scores, indent=2)))
+    draw(config, result.folder)
+    report(scores, result.folder, console)
+    return result.folder
+
+
+def compare(
+    config: TrainConfig, folder: Path, train_source: ImageSource, test_source: ImageSource, console: Console
+) -> dict[str, dict[str, float]]:
+    """Test accuracy in percent of frozen features: trained, untrained (the same first weights) and pixels."""
+    torch.manual_seed(derive_seed(config.seed, "weights"))
+    untrained = build_encoder(config.encoder)
+    trained = load_encoder(folder)
+    train_images, test_images = (_stacked(source) for source in (train_source, test_source))
+    features = {
+        "trained": [pooled_features(trained, images) for images in (train_images, test_images)],
+        "untrained": [pooled_features(untrained, images) for images in (train_images, test_images)],
+        "pixels": [pixel_features(resize_batch(images, PIXEL_BASELINE_SIZE)) for images in (train_images, test_images)],
+    }
+    labels = {task: [_labels(source, task) for source in (train_source, test_source)] for task in TASKS}
+    scores: dict[str, dict[str, float]] = {}
+    with ProgressDisplay(console) as display:
+        for number, (name, (train_features, test_features)) in enumerate(features.items(), start=1):
+            scores[name] = {}
+            for task, (train_labels, test_labels) in labels.items():
+                probes = [
+                    *linear_probe(train_features, train_labels, test_features, test_labels),
+                    *knn(train_features, train_labels, test_features, test_labels, (NEIGHBOURS,)),
+                ]
+                scores[name] |= {f"{task}/{probe}": value for probe, value in probes}
+            display.update("probing", number, len(features), name)
+    return scores
+
+
+def _stacked(source: ImageSource) -> UInt8[Tensor, "n 3 height width"]:
+    images = source.stacked()
+    if images is None or not set(TASKS) <= set(source.labels):
+        raise InputError(f"The demo's data are '{source.name}': it needs scenes, with their counts and distances.")
+    return images
+
+
+def _labels(source: ImageSource, task: str) -> Int[Tensor, " n"]:
+    classes = {"count": count_classes, "distance": distance_classes}[task]
+    return classes(source.labels[task])
+
+
+def draw(config: TrainConfig, folder: Path) -> None:
+    """The loss curve and the picture of sampled positions."""
+    loss_figure(read_metrics(folder), folder / "loss.png")
+    objective = build_objective(config)
+    newest = RunFolder(folder).newest_checkpoint()
+    positions = objective.predictor.positions
+    if newest is not None and isinstance(positions, StochasticPositions):
+        tensors = read_checkpoint(newest).tensors
+        objective.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
+        positions_figure(positions, folder / "positions.png")
+
+
+def report(scores: dict[str, dict[str, float]], folder: Path, console: Console) -> None:
+    """The table, and what to type next."""
+    table = Table(title="Frozen features, test accuracy in %", title_justify="left")
+    table.add_column("features")
+    probes = {"linear/top1": "linear", f"knn/top1@{NEIGHBOURS}": f"{NEIGHBOURS}-NN"}
+    for task in TASKS.values():
+        for probe in probes.values():
+            table.add_column(f"{task}\n{probe}", justify="right")
+    names = {"trained": "StoP, trained", "untrained": "the same, untrained", "pixels": "pixels"}
+    for name, values in scores.items():
+        style = "bold green" if name == "trained" else None
+        table.add_row(
+            names[name], *(f"{values[f'{task}/{probe}']:.1f}" for task in TASKS for probe in probes), style=style
+        )
+    table.add_row("chance", *("12.5", "12.5", "16.7", "16.7"), style="dim")
+    console.print(table)
+    console.print(
+        f"Loss curve: {escape(str(folder / 'loss.png'))}   Sampled positions: {escape(str(folder / 'positions.png'))}"
+    )
+    console.print("Next, with your own images (a folder, or a parquet file):", style="bold")
+    for line in (
+        "stop-mim pretrain stop-tiny-imagenet --data YOUR_FOLDER",
+        "stop-mim pretrain --help",
+        f"python -c \"from stop_mim import load_encoder; print(load_encoder('{folder}'))\"",
+    ):
+        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def free_folder(wanted: Path) -> Path:
+    """The wanted folder, or the first of its numbered successors that is not there yet."""
+    candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())

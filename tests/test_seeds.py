@@ -1,0 +1,45 @@
+"""Seeds for purposes: the same everywhere and always, and unrelated to one another."""
+
+import itertools
+
+import torch
+
+from stop_mim.seeds import derive_seed, seeded_generator
+
+
+def test_a_seed_is_the_same_in_every_version_and_process():
+    # Golden values, from the first run of this function: were they to change, no old run could be resumed exactly.
+    assert derive_seed(0, "noise", 3, 1) == 730617078977525110
+    assert derive_seed(7) == 843011692241435484
+
+
+def test_every_purpose_has_a_seed_of_its_own():
+    purposes = [
+        (seed, name, number, rank)
+        for seed, name, number, rank in itertools.product(range(3), ("noise", "masks"), range(40), range(4))
+    ]
+    assert len({derive_seed(*purpose) for purpose in purposes}) == len(purposes)
+    # Neither gluing the parts together nor mixing numbers and texts up may give the same seed.
+    assert (
+        len({derive_seed(0, "a", 12), derive_seed(0, "a", 1, 2), derive_seed(0, "a1", 2), derive_seed(0, "a", "12")})
+        == 4
+    )
+
+
+def test_seeds_fit_a_generator():
+    for number in range(200):
+        assert 0 <= derive_seed(number) < 2**63
+    assert seeded_generator("cpu", 0, "noise", 3, 1).initial_seed() == derive_seed(0, "noise", 3, 1)
+
+
+def test_neighbouring_streams_are_not_correlated():
+    streams = torch.stack([torch.randn(4000, generator=seeded_generator("cpu", 0, "noise", step)) for step in range(8)])
+    off_diagonal = torch.corrcoef(streams) - torch.eye(8)
+    assert off_diagonal.abs().max() < 0.08
+
+
+def test_a_generator_leaves_the_global_one_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    torch.rand(3, generator=seeded_generator("cpu", 0, "order", 1))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,250 @@
+"""Checkpoints: bit-exact, whole or not there, and refused when anything about them is wrong."""
+
+import copy
+import random
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_run import CPU, tiny_config, tiny_objective
+
+from stop_mim.errors import InputError
+from stop_mim.masking import MultiBlockMasks
+from stop_mim.training import checkpoint as checkpoint_module
+from stop_mim.training.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    checkpoints_in,
+    collect_tensors,
+    prune_checkpoints,
+    read_checkpoint,
+    restore_tensors,
+    save_checkpoint,
+)
+from stop_mim.training.config import PositionsConfig
+from stop_mim.training.step import make_optimiser
+
+STATE = {"seed": 3, "ratio": 0.1, "nothing": None, "nested": {"name": "ψ"}}
+
+
+def small():
+    generator = torch.Generator().manual_seed(0)
+    return Checkpoint(
+        12,
+        {
+            "weights": torch.randn(5, 3, generator=generator),
+            "half": torch.randn(4, generator=generator).bfloat16(),
+            "count": torch.tensor(7),
+            "flags": torch.tensor([True, False]),
+            "odd": torch.tensor([float("inf"), -0.0, float("nan"), 1e-42]),
+        },
+        STATE,
+    )
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def trained(seed=0, steps=2, **groups):
+    """An objective with an optimiser that has made some steps."""
+    objective = tiny_objective(seed, **groups)
+    optimiser = make_optimiser(objective, tiny_config().optim, CPU)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(4, 3, 32, 32, generator=generator)
+        optimiser.zero_grad()
+        objective(images, MultiBlockMasks(4).sample(4, generator=generator), generator).backward()
+        optimiser.step()
+        objective.update_target(0.9)
+    return objective, optimiser
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+    before = small()
+    save_checkpoint(before, tmp_path / "a.safetensors")
+    after = read_checkpoint(tmp_path / "a.safetensors")
+    assert (after.step, after.state) == (12, STATE)
+    assert after.tensors.keys() == before.tensors.keys()
+    for name, tensor in before.tensors.items():
+        assert after.tensors[name].dtype == tensor.dtype
+        assert after.tensors[name].shape == tensor.shape
+        assert torch.equal(bits(after.tensors[name]), bits(tensor)), name
+
+
+def test_a_tensor_that_is_a_view_comes_back_as_it_looks(tmp_path):
+    whole = torch.arange(12.0).reshape(3, 4)
+    save_checkpoint(Checkpoint(1, {"a": whole.T, "b": whole[:, 1]}, {}), tmp_path / "a.safetensors")
+    tensors = read_checkpoint(tmp_path / "a.safetensors").tensors
+    assert torch.equal(tensors["a"], whole.T)
+    assert torch.equal(tensors["b"], whole[:, 1])
+
+
+@pytest.mark.parametrize("kind", ["stochastic", "learned"])
+def test_model_and_optimiser_go_on_as_if_nothing_had_happened(tmp_path, kind):
+    positions = PositionsConfig(kind=kind)
+    objective, optimiser = trained(positions=positions)
+    save_checkpoint(Checkpoint(2, collect_tensors(objective, optimiser), {}), tmp_path / "a.safetensors")
+    other, other_optimiser = trained(seed=1, steps=0, positions=positions)
+    restore_tensors(read_checkpoint(tmp_path / "a.safetensors"), other, other_optimiser)
+    for model, updates in ((objective, optimiser), (other, other_optimiser)):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1) if parameter.requires_grad else None
+        updates.step()
+    ours, theirs = collect_tensors(objective, optimiser), collect_tensors(other, other_optimiser)
+    assert ours.keys() == theirs.keys()
+    learned = sum(parameter.requires_grad for parameter in objective.parameters())
+    assert sum(name.startswith("optimiser.") for name in ours) == 3 * learned
+    for name, tensor in ours.items():
+        assert torch.equal(bits(tensor), bits(theirs[name])), name
+
+
+def refuse(path):
+    with pytest.raises(InputError, match=re.escape(str(path))) as error:
+        read_checkpoint(path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1, -200])
+def test_a_truncated_file_is_refused(tmp_path, kept):
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(small(), path)
+    path.write_bytes(path.read_bytes()[:kept])
+    refuse(path)
+
+
+def test_a_flipped_bit_anywhere_is_refused(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(small(), path)
+    whole = path.read_bytes()
+    chance = random.Random(0)
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        refuse(path)
+    path.write_bytes(whole)
+    read_checkpoint(path)
+
+
+def test_changed_values_beside_the_tensors_are_refused(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(small(), path)
+    whole = path.read_bytes()
+    for old, new in ((b'"step":"12"', b'"step":"13"'), (b'\\"seed\\": 3', b'\\"seed\\": 4')):
+        assert whole.count(old) == 1
+        path.write_bytes(whole.replace(old, new))
+        assert "checksum" in refuse(path)
+
+
+def test_files_of_others_are_refused(tmp_path):
+    path = tmp_path / "a.safetensors"
+    for write in (
+        lambda: save_file({"weight": torch.zeros(3)}, path),
+        lambda: save_file({"weight": torch.zeros(3)}, path, {"format": "pt"}),
+        lambda: torch.save({"weight": torch.zeros(3)}, path),
+        lambda: path.write_text("not a checkpoint, but a text that is longer than the length of a header"),
+        lambda: path.write_bytes(b""),
+    ):
+        write()
+        refuse(path)
+    refuse(tmp_path / "missing.safetensors")
+    refuse(tmp_path)
+
+
+def test_the_message_names_a_remedy(tmp_path):
+    assert "--checkpoint" in refuse(tmp_path / "missing.safetensors")
+
+
+@pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
+def test_a_crash_while_saving_keeps_the_last_good_one(tmp_path, monkeypatch, failure):
+    path = tmp_path / "a.safetensors"
+    save_checkpoint(small(), path)
+    real = checkpoint_module.save_file
+
+    def crash(tensors, file, metadata):
+        real(tensors, file, metadata)
+        file.write_bytes(file.read_bytes()[:50])
+        raise failure
+
+    monkeypatch.setattr(checkpoint_module, "save_file", crash)
+    with pytest.raises(failure):
+        save_checkpoint(Checkpoint(13, {"weights": torch.ones(2)}, {}), path)
+    assert read_checkpoint(path).step == 12
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def touch(folder, *steps):
+    folder.mkdir(exist_ok=True)
+    for step in steps:
+        checkpoint_path(folder, step).write_text("")
+
+
+def test_checkpoints_are_found_by_number(tmp_path):
+    touch(tmp_path, 20, 3, 100000000, 99999999)
+    for stranger in ("step-abc.safetensors", "encoder.safetensors", ".step-00000004.safetensors.x", "step-5.pt"):
+        (tmp_path / stranger).write_text("")
+    assert list(checkpoints_in(tmp_path)) == [3, 20, 99999999, 100000000]
+    assert checkpoints_in(tmp_path)[20] == tmp_path / "step-00000020.safetensors"
+    assert checkpoints_in(tmp_path / "missing") == {}
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    touch(tmp_path, 1, 2, 3, 4, 5)
+    prune_checkpoints(tmp_path, keep=2)
+    assert list(checkpoints_in(tmp_path)) == [4, 5]
+    prune_checkpoints(tmp_path, keep=3)
+    assert list(checkpoints_in(tmp_path)) == [4, 5]
+
+
+def test_pruning_keeps_milestones_and_whatever_is_no_checkpoint(tmp_path):
+    touch(tmp_path, 4, 6, 10, 12, 14, 16)
+    (tmp_path / "notes.txt").write_text("")
+    prune_checkpoints(tmp_path, keep=1, milestone_every_steps=6)
+    assert list(checkpoints_in(tmp_path)) == [6, 12, 16]
+    assert (tmp_path / "notes.txt").exists()
+
+
+def saved_tensors():
+    objective, optimiser = trained(steps=1)
+    return collect_tensors(objective, optimiser)
+
+
+def without(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def reshaped(name):
+    return lambda tensors: tensors.update({name: torch.zeros(3, 5, 7)})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without("model.encoder.vit.norm.weight"),
+        reshaped("model.encoder.vit.norm.weight"),
+        lambda tensors: tensors.update({"model.extra": torch.zeros(2)}),
+        reshaped("optimiser.exp_avg.encoder.vit.norm.weight"),
+        lambda tensors: tensors.update({"optimiser.exp_avg.extra": torch.zeros(2)}),
+    ],
+    ids=["missing", "shape", "extra", "optimiser-shape", "optimiser-extra"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(spoil):
+    tensors = saved_tensors()
+    objective, optimiser = trained(seed=1, steps=0)
+    restore_tensors(Checkpoint(9, dict(tensors), {}), *trained(seed=1, steps=0))
+    spoil(tensors)
+    with pytest.raises(InputError, match="checkpoint of step 9 does not fit this run"):
+        restore_tensors(Checkpoint(9, tensors, {}), objective, optimiser)
+
+
+def test_restored_optimisers_share_nothing_with_the_checkpoint():
+    tensors = saved_tensors()
+    before = copy.deepcopy(tensors)
+    objective, optimiser = trained(seed=1, steps=0)
+    restore_tensors(Checkpoint(1, tensors, {}), objective, optimiser)
+    counters = [values["step"] for values in optimiser.state.values()]
+    for counter in counters:
+        counter.add_(1)
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors if ".step." in name)

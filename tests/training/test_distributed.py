@@ -1,0 +1,194 @@
+"""Two processes: each with its own images, masks and noise, one model, one writer; and devices that are refused."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
+
+import stop_mim
+from stop_mim.errors import InputError
+from stop_mim.training.config import SpeedConfig, to_json
+from stop_mim.training.distributed import any_rank, broadcast, choose_device, process_group, reduce_mean, share
+from stop_mim.training.run_folder import read_metrics
+
+TOTAL, MID_EPOCH = 36, 17
+
+SCRIPT = """
+import io, os, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from rich.console import Console
+from stop_mim.models.ijepa import IJEPA
+from stop_mim.training import distributed, loop
+from stop_mim.training.config import from_json
+
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+seen = {"images": [], "masks": [], "noise": [], "losses": [], "written": []}
+runs = [str(folder / name) for name in ("whole", "parts")]
+
+def watch(event, arguments):
+    written = event in ("os.mkdir", "os.rename", "os.remove")
+    if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
+        written = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    if written and any(str(arguments[0]).startswith(run) for run in runs):
+        seen["written"].append(str(arguments[0]))
+
+sys.addaudithook(watch)
+
+def forward(self, images, masks, generator=None):
+    seen["images"].append(images.clone())
+    seen["masks"].append(masks.context.clone())
+    seen["noise"].append(generator.initial_seed())
+    loss = real_forward(self, images, masks, generator)
+    seen["losses"].append(loss.item())
+    return loss
+
+def remember(self):
+    result = real_train(self)
+    indices = [self.order.indices(batch) for batch in range(self.order.batches_per_epoch)]
+    seen.update(weights=self.objective.state_dict(), indices=torch.cat(indices), n_images=self.order.n_images)
+    return result
+
+real_forward, IJEPA.forward = IJEPA.forward, forward
+real_train, loop.Run.train = loop.Run.train, remember
+quiet = Console(file=io.StringIO())
+
+with distributed.process_group("cpu") as ranks:
+    seen["ranks"] = (ranks.rank, ranks.world_size, ranks.is_main)
+    seen["any"] = [distributed.any_rank(rank == 1, ranks), distributed.any_rank(False, ranks)]
+    seen["mean"] = distributed.reduce_mean(torch.tensor(float(rank)), ranks).item()
+    seen["broadcast"] = distributed.broadcast(f"from {rank}", ranks)
+    config = from_json((folder / "wanted.json").read_text())
+    loop.train(replace(config, out=runs[0]), console=quiet)
+    torch.save(seen, folder / f"rank{rank}.pt")
+    loop.train(replace(config, out=runs[1], stop_after_steps=int(sys.argv[2])), console=quiet)
+    loop.resume(runs[1], console=quiet)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Where two processes trained, and what each of them saw in the run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("two")
+    data = write_images(folder / "images", count=100)
+    # A bad image is listed by each process, which must not make the folder look used to the other.
+    (data / "040.png").write_bytes(b"broken")
+    config = tiny_config(data, speed=SpeedConfig("cpu", batch_size_per_device=2, workers=0))
+    (folder / "wanted.json").write_text(to_json(config))
+    (folder / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stop_mim.__path__[0]).parent)}
+    done = subprocess.run(
+        [*launch, str(folder / "script.py"), str(folder), str(MID_EPOCH)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def test_each_process_knows_who_it_is(run):
+    _, seen = run
+    assert [one["ranks"] for one in seen] == [(0, 2, True), (1, 2, False)]
+
+
+def test_values_are_shared(run):
+    _, seen = run
+    for one in seen:
+        assert one["any"] == [True, False]
+        assert one["mean"] == 0.5
+        assert one["broadcast"] == "from 0"
+
+
+def test_each_process_has_its_own_part_of_the_images(run):
+    _, seen = run
+    parts = [set(one["indices"].tolist()) for one in seen]
+    assert [one["n_images"] for one in seen] == [99, 99]
+    assert [len(part) for part in parts] == [48, 48]
+    assert not parts[0] & parts[1]
+    assert len(seen[0]["images"]) == 2 * TOTAL
+    for ours, theirs in zip(seen[0]["images"], seen[1]["images"], strict=True):
+        assert ours.shape == theirs.shape == (2, 3, 32, 32)
+        assert not torch.equal(ours, theirs)
+
+
+def test_each_process_has_its_own_masks_and_noise(run):
+    _, seen = run
+    equal = [torch.equal(*pair) for pair in zip(seen[0]["masks"], seen[1]["masks"], strict=True)]
+    assert sum(equal) < 0.05 * len(equal)
+    assert not set(seen[0]["noise"]) & set(seen[1]["noise"])
+    # One stream a step, which its batches share.
+    assert len(set(seen[0]["noise"])) == TOTAL
+
+
+def test_the_model_is_the_same_in_all_processes_and_has_moved(run):
+    folder, seen = run
+    saved = checkpoint_at(folder / "whole", TOTAL).tensors
+    for name, tensor in seen[0]["weights"].items():
+        assert torch.equal(tensor, seen[1]["weights"][name]), name
+        assert torch.equal(tensor, saved[f"model.{name}"]), name
+    weight = "encoder.vit.blocks.0.attn.qkv.weight"
+    assert not torch.equal(seen[0]["weights"][weight], seen[0]["weights"][weight.replace("encoder", "target")])
+
+
+def test_the_loss_is_the_mean_over_processes_and_batches(run):
+    folder, seen = run
+    losses = [line["loss"] for line in read_metrics(folder / "whole")]
+    pairs = torch.tensor([one["losses"] for one in seen]).reshape(2, TOTAL, 2)
+    assert losses == pytest.approx(pairs.mean(dim=(0, 2)).tolist(), rel=1e-5)
+
+
+def test_only_the_first_process_writes_but_for_its_own_list_of_bad_images(run):
+    folder, seen = run
+    assert {Path(path).name for path in seen[0]["written"]} >= {"metrics.jsonl", "log.txt", "bad_images.txt"}
+    assert {Path(path).name for path in seen[1]["written"]} <= {"whole", "bad_images.rank1.txt"}
+    assert "040.png" in (folder / "whole" / "bad_images.rank1.txt").read_text()
+    assert [line["step"] for line in read_metrics(folder / "whole")] == list(range(1, TOTAL + 1))
+
+
+def test_a_run_of_two_processes_is_resumed_bit_for_bit(run):
+    folder, _ = run
+    assert_same_checkpoint(checkpoint_at(folder / "whole", TOTAL), checkpoint_at(folder / "parts", TOTAL))
+    assert [line["step"] for line in read_metrics(folder / "parts")] == list(range(1, TOTAL + 1))
+
+
+def test_a_process_alone_needs_no_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with process_group("cpu") as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
+        assert not torch.distributed.is_initialized()
+        assert any_rank(True, ranks)
+        assert not any_rank(False, ranks)
+        assert broadcast("a", ranks) == "a"
+        assert reduce_mean(torch.tensor(3.0), ranks) == 3
+        model = torch.nn.Linear(2, 2)
+        assert share(model, ranks) is model
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "cpu cuda", "mps", "meta", "cuda:200", "cuda:256", "cuda:999"])
+def test_a_device_that_is_not_there_is_refused_by_name(name):
+    with pytest.raises(InputError, match=f"speed.device is '{name}'"):
+        choose_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(InputError, match="has 0 GPUs; use cpu or auto"):
+        choose_device("cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_with_a_gpu_auto_is_the_one_of_the_process():
+    assert choose_device("auto") == torch.device("cuda", 0)
+    assert choose_device("cuda:0") == torch.device("cuda", 0)
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(InputError, match="GPUs"):
+        choose_device("cuda", local_rank=torch.cuda.device_count())

@@ -1,0 +1,181 @@
+"""The folder of a run: never another one's, and after a resume as if there had been no interruption."""
+
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import tiny_config
+
+from stop_mim.errors import InputError
+from stop_mim.training.checkpoint import checkpoint_path, checkpoints_in
+from stop_mim.training.run_folder import RunFolder, default_path, environment, read_metrics
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+def test_a_new_folder_holds_the_configuration(folder):
+    config = tiny_config(seed=5)
+    folder.create(config, "tiny")
+    assert RunFolder(folder.path).config() == config
+    assert folder.recipe() == "tiny"
+
+
+def test_an_empty_folder_is_as_good_as_none(folder):
+    folder.path.mkdir()
+    folder.require_new()
+    folder.create(tiny_config(), "tiny")
+
+
+def test_a_folder_with_a_run_is_refused_with_the_command_that_resumes_it(folder):
+    folder.create(tiny_config(), "tiny")
+    before = folder.config_file.read_bytes()
+    for refused in (folder.require_new, lambda: folder.create(tiny_config(seed=1), "tiny")):
+        with pytest.raises(InputError, match=f"stop-mim resume {folder.path}"):
+            refused()
+    assert folder.config_file.read_bytes() == before
+
+
+def test_a_folder_with_anything_else_is_refused(folder):
+    folder.path.mkdir()
+    (folder.path / "thesis.tex").write_text("")
+    with pytest.raises(InputError, match="not an empty folder"):
+        folder.require_new()
+    with pytest.raises(InputError, match="not an empty folder"):
+        RunFolder(folder.path / "thesis.tex").require_new()
+    assert (folder.path / "thesis.tex").exists()
+
+
+def test_the_lists_of_bad_images_of_a_run_that_never_began_do_not_count(folder):
+    folder.path.mkdir()
+    for name in ("bad_images.txt", "bad_images.rank1.txt"):
+        (folder.path / name).write_text("a.png: truncated\n")
+    folder.require_new()
+    folder.discard_bad_images()
+    assert list(folder.path.iterdir()) == []
+
+
+def test_a_folder_without_a_run_cannot_be_continued(folder):
+    with pytest.raises(InputError, match="holds no run"):
+        folder.config()
+
+
+@pytest.mark.parametrize("text", ["{", '{"optim": 3}', '{"optim": {"lr": "fast"}}', '{"optim": {"rate": 1}}', ""])
+def test_a_configuration_that_cannot_be_read_is_an_input_error(folder, text):
+    folder.create(tiny_config(), "tiny")
+    folder.config_file.write_text(text)
+    with pytest.raises(InputError):
+        folder.config()
+
+
+def test_metrics_are_lines_of_json(folder):
+    folder.create(tiny_config(), "tiny")
+    assert read_metrics(folder.path) == []
+    folder.record(1, {"loss": 0.5})
+    folder.record(2, {"loss": 0.25, "health/rankme": 3.0})
+    assert read_metrics(folder.path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25, "health/rankme": 3.0}]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', "{", '{"loss": 3}\n', "4\n", "\0\0\0\0"])
+def test_a_resumed_run_forgets_what_was_measured_after_its_checkpoint(folder, torn):
+    folder.create(tiny_config(), "tiny")
+    for step in range(1, 9):
+        folder.record(step, {"loss": 1 / step})
+    with folder.metrics_file.open("a") as file:
+        file.write(torn)
+    assert [line["step"] for line in read_metrics(folder.path)] == list(range(1, 9))
+    folder.forget_after(6)
+    assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == list(range(1, 7))
+    folder.record(7, {"loss": 0.125})
+    assert read_metrics(folder.path)[-1] == {"step": 7, "loss": 0.125}
+    assert len(read_metrics(folder.path)) == 7
+
+
+def test_a_run_that_is_torn_in_its_first_line_forgets_it(folder):
+    folder.create(tiny_config(), "tiny")
+    folder.metrics_file.write_text('{"step": 1')
+    folder.forget_after(0)
+    folder.record(1, {"loss": 0.5})
+    assert read_metrics(folder.path) == [{"step": 1, "loss": 0.5}]
+
+
+def test_later_checkpoints_are_set_aside_and_half_ones_removed(folder):
+    folder.create(tiny_config(), "tiny")
+    folder.checkpoints.mkdir()
+    for step in (4, 8, 12):
+        checkpoint_path(folder.checkpoints, step).write_text(str(step))
+    (folder.checkpoints / ".step-00000016.safetensors.abc").write_text("half")
+    folder.forget_after(8)
+    assert list(checkpoints_in(folder.checkpoints)) == [4, 8]
+    assert folder.newest_checkpoint() == checkpoint_path(folder.checkpoints, 8)
+    # Set aside, not removed: somebody may have resumed from the wrong one.
+    assert {file.name: file.read_text() for file in folder.checkpoints.iterdir() if "12" in file.name} == {
+        "step-00000012.safetensors.superseded": "12"
+    }
+    assert not list(folder.checkpoints.glob(".*"))
+
+
+def test_the_newest_checkpoint_is_that_of_the_last_step(folder):
+    assert folder.newest_checkpoint() is None
+    folder.checkpoints.mkdir(parents=True)
+    for step in (9, 100, 20):
+        checkpoint_path(folder.checkpoints, step).write_text("")
+    assert folder.newest_checkpoint() == folder.checkpoints / "step-00000100.safetensors"
+
+
+def test_every_session_is_recorded_with_its_versions(folder):
+    folder.create(tiny_config(), "tiny")
+    folder.record_environment({"resumed_at_step": 4})
+    first, second = json.loads(folder.environment_file.read_text())
+    assert first["recipe"] == "tiny"
+    assert second["resumed_at_step"] == 4
+    assert first["packages"]["torch"] == second["packages"]["torch"]
+    assert folder.recipe() == "tiny"
+
+
+def test_the_environment_is_that_of_this_process():
+    facts = environment()
+    assert facts["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert all(facts["packages"].get(name) for name in ("timm", "numpy", "safetensors", "torchvision"))
+    assert facts["threads"] == torch.get_num_threads()
+    assert (facts["gpu"] is None) == (not torch.cuda.is_available())
+    json.dumps(facts)
+
+
+def test_events_of_steps_that_come_again_are_superseded(folder):
+    folder.create(tiny_config(), "tiny")
+    for first, last, value in ((1, 6, 1.0), (4, 8, 2.0)):
+        folder.open_events(first - 1)
+        for step in range(first, last + 1):
+            folder.record(step, {"loss": value})
+        folder.close()
+    events = EventAccumulator(str(folder.events))
+    events.Reload()
+    scalars = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert scalars == [(step, 1.0 if step < 4 else 2.0) for step in range(1, 9)]
+
+
+def test_events_of_a_run_that_begins_again_are_superseded(folder):
+    folder.create(tiny_config(), "tiny")
+    for value in (1.0, 2.0):
+        folder.open_events(0)
+        folder.record(1, {"loss": value})
+        folder.close()
+    events = EventAccumulator(str(folder.events))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0)]
+
+
+def test_the_log_has_a_line_an_event(folder):
+    folder.create(tiny_config(), "tiny")
+    folder.log("Saved step 4.")
+    folder.log("Saved step 8.")
+    assert [line[20:] for line in folder.log_file.read_text().splitlines()] == ["Saved step 4.", "Saved step 8."]
+
+
+def test_default_paths_are_named_after_the_recipe():
+    assert default_path("demo").parts[0] == "runs"
+    assert default_path("demo").name.startswith("demo-")

@@ -1,0 +1,116 @@
+"""Schedules are pure functions of the step, with the ends, the warm-up and the hold that were asked for."""
+
+import itertools
+import math
+
+import pytest
+
+from stop_mim.training.config import OptimConfig, PositionsConfig
+from stop_mim.training.schedules import cosine, linear, sigma_schedule, values_at, warmup_cosine
+
+STEPS_PER_EPOCH = 10
+OPTIM = OptimConfig(
+    epochs=20,
+    lr=1e-3,
+    start_lr=1e-4,
+    final_lr=1e-5,
+    warmup_epochs=4.0,
+    weight_decay=0.04,
+    final_weight_decay=0.4,
+    ema_start=0.9,
+    ema_final=1.0,
+)
+LAST = 20 * STEPS_PER_EPOCH - 1
+
+
+def curve(name, optim=OPTIM):
+    return [getattr(values_at(step, STEPS_PER_EPOCH, optim), name) for step in range(LAST + 1)]
+
+
+def test_every_schedule_begins_and_ends_at_its_values():
+    first, last = values_at(0, STEPS_PER_EPOCH, OPTIM), values_at(LAST, STEPS_PER_EPOCH, OPTIM)
+    assert (first.lr, first.weight_decay, first.ema_momentum) == pytest.approx((1e-4, 0.04, 0.9))
+    assert (last.lr, last.weight_decay, last.ema_momentum) == pytest.approx((1e-5, 0.4, 1.0))
+
+
+def test_the_learning_rate_rises_on_a_line_to_its_peak_and_then_falls_along_a_cosine():
+    rates = curve("lr")
+    assert rates[40] == max(rates) == pytest.approx(1e-3)
+    assert rates[20] == pytest.approx((1e-4 + 1e-3) / 2)
+    assert all(later > earlier for earlier, later in itertools.pairwise(rates[:41]))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[40:]))
+    middle = 40 + (LAST - 40) / 3
+    assert rates[round(middle)] == pytest.approx(1e-5 + (1e-3 - 1e-5) * 0.75, rel=1e-6)
+
+
+def test_weight_decay_follows_a_cosine_and_momentum_a_line():
+    decays, momenta = curve("weight_decay"), curve("ema_momentum")
+    assert all(later > earlier for earlier, later in itertools.pairwise(decays))
+    assert decays[50] == pytest.approx(0.4 + (0.04 - 0.4) * 0.5 * (1 + math.cos(math.pi * 50 / LAST)))
+    steps = [later - earlier for earlier, later in itertools.pairwise(momenta)]
+    assert min(steps) == pytest.approx(max(steps)) == pytest.approx(0.1 / LAST)
+
+
+def test_rate_and_decay_are_held_and_momentum_moves_on():
+    held = OptimConfig(**{**vars(OPTIM), "hold_after_epoch": 12.0})
+    for name in ("lr", "weight_decay"):
+        plain, with_hold = curve(name), curve(name, held)
+        assert with_hold[:121] == plain[:121]
+        assert set(with_hold[120:]) == {plain[120]}
+    assert curve("ema_momentum", held) == curve("ema_momentum")
+
+
+def test_a_hold_within_the_warm_up_holds_the_rate_there():
+    held = OptimConfig(**{**vars(OPTIM), "hold_after_epoch": 2.0})
+    assert set(curve("lr", held)[20:]) == {curve("lr")[20]}
+
+
+def test_a_value_depends_on_nothing_but_the_step():
+    forwards = [values_at(step, STEPS_PER_EPOCH, OPTIM) for step in range(LAST + 1)]
+    backwards = [values_at(step, STEPS_PER_EPOCH, OPTIM) for step in range(LAST, -1, -1)]
+    assert forwards == backwards[::-1]
+
+
+def test_without_warm_up_the_peak_comes_first():
+    assert values_at(0, STEPS_PER_EPOCH, OptimConfig(epochs=2, warmup_epochs=0.0, lr=1e-3)).lr == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("warmup_epochs", [0.0, 1.0])
+def test_a_run_of_one_step_has_finite_values(warmup_epochs):
+    values = values_at(0, 1, OptimConfig(epochs=1, warmup_epochs=warmup_epochs))
+    assert all(math.isfinite(value) for value in vars(values).values())
+
+
+@pytest.mark.parametrize("shape", [linear, cosine])
+def test_shapes_stay_between_their_ends(shape):
+    assert [shape(progress, 2.0, 1.0) for progress in (-1, 0)] == pytest.approx([2.0, 2.0])
+    assert [shape(progress, 2.0, 1.0) for progress in (1, 7)] == pytest.approx([1.0, 1.0])
+    assert shape(0.5, 2.0, 1.0) == pytest.approx(1.5)
+    assert linear(0.25, 2.0, 1.0) == 1.75
+    assert cosine(0.25, 2.0, 1.0) == pytest.approx(1 + 0.5 * (1 + math.sqrt(0.5)))
+
+
+def test_warm_up_may_last_a_part_of_a_step():
+    assert warmup_cosine(0, 0.5, 10, 0.0, 1.0, 0.0) == 0.0
+    assert warmup_cosine(1, 0.5, 10, 0.0, 1.0, 0.0) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.5 / 9.5)))
+
+
+@pytest.mark.parametrize("start", [None, 0.25])
+def test_a_sigma_that_does_not_move_is_a_number(start):
+    assert sigma_schedule(PositionsConfig(sigma=0.25, sigma_start=start), 100) == 0.25
+
+
+@pytest.mark.parametrize(("name", "quarter"), [("linear", 0.2), ("cosine", 0.5 - 0.2 * (1 + math.sqrt(0.5)))])
+def test_sigma_moves_from_its_start_along_its_schedule(name, quarter):
+    sigma = sigma_schedule(PositionsConfig(sigma=0.5, sigma_start=0.1, sigma_schedule=name), 101)
+    assert [sigma(step) for step in (0, 50, 100)] == pytest.approx([0.1, 0.3, 0.5])
+    assert sigma(25) == pytest.approx(quarter)
+    values = [sigma(step) for step in range(101)]
+    assert values == sorted(values)
+    assert [sigma(step) for step in range(100, -1, -1)] == values[::-1]
+
+
+def test_sigma_can_fall_to_nothing():
+    sigma = sigma_schedule(PositionsConfig(sigma=0.0, sigma_start=0.5), 11)
+    assert sigma(0) == 0.5
+    assert sigma(10) == 0.0

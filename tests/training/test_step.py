@@ -1,0 +1,210 @@
+"""One step: accumulation, weight decay, clipping, schedules, and an update that is not made when it is not finite."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny_run import CPU, tiny_config, tiny_objective
+
+from stop_mim.masking import MultiBlockMasks
+from stop_mim.models.ijepa import IJEPA
+from stop_mim.training.checkpoint import collect_tensors
+from stop_mim.training.config import EncoderConfig, PositionsConfig
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.schedules import ScheduledValues
+from stop_mim.training.step import gradient_norm, make_optimiser, training_step
+
+ALONE = Ranks(0, 1, 1, CPU)
+VALUES = ScheduledValues(lr=1e-3, weight_decay=0.1, ema_momentum=0.9)
+PLAIN_ENCODER = EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2)
+
+
+def make(sigma=0.0):
+    objective = tiny_objective(positions=PositionsConfig(sigma=sigma), encoder=PLAIN_ENCODER)
+    return objective, make_optimiser(objective, tiny_config().optim, CPU)
+
+
+def a_batch(seed=0, count=8):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, 32, 32, generator=generator), MultiBlockMasks(4).sample(count, generator=generator)
+
+
+def do_step(objective, optimiser, batches, values=VALUES, clip=None, generator=None):
+    return training_step(
+        objective, objective, optimiser, batches, len(batches), values, ALONE, nullcontext(), generator, clip
+    )
+
+
+def snapshot(objective, optimiser):
+    return {name: tensor.clone() for name, tensor in collect_tensors(objective, optimiser).items()}
+
+
+def test_two_half_batches_are_one_whole_batch():
+    images, masks = a_batch()
+    outcomes, ends, gradients = [], [], []
+    for batches in ([(images, masks)], [(images[:4], masks[:4]), (images[4:], masks[4:])]):
+        objective, optimiser = make()
+        outcomes.append(do_step(objective, optimiser, batches))
+        gradients.append([parameter.grad for parameter in objective.parameters() if parameter.grad is not None])
+        outcomes.append(do_step(objective, optimiser, batches))
+        ends.append(snapshot(objective, optimiser))
+    for whole, halves in zip(outcomes[:2], outcomes[2:], strict=True):
+        assert halves.loss == pytest.approx(whole.loss, abs=1e-6)
+        assert halves.gradient_norm == pytest.approx(whole.gradient_norm, abs=1e-6)
+    for whole, halves in zip(*gradients, strict=True):
+        torch.testing.assert_close(halves, whole, atol=1e-6, rtol=1e-4)
+    # Adam divides by the gradient's size, so that weights with a gradient of nearly zero may differ by more.
+    for name in ends[0]:
+        torch.testing.assert_close(ends[0][name], ends[1][name], atol=1e-5, rtol=1e-4)
+
+
+def test_the_loss_is_the_mean_over_all_batches():
+    batches = [a_batch(seed, 4) for seed in range(3)]
+    objective, optimiser = make()
+    with torch.no_grad():
+        expected = sum(objective(*batch).item() for batch in batches) / 3
+    assert do_step(objective, optimiser, batches).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradients_of_the_step_before_are_forgotten():
+    objective, optimiser = make()
+    still = ScheduledValues(lr=0.0, weight_decay=0.0, ema_momentum=1.0)
+    norms = [do_step(objective, optimiser, [a_batch()], still).gradient_norm for _ in range(2)]
+    assert norms[0] == norms[1]
+
+
+def test_everything_that_learns_is_optimised_once_and_only_matrices_decay():
+    objective, optimiser = make()
+    decaying, other = (group["params"] for group in optimiser.param_groups)
+    assert {p.ndim > 1 for p in decaying} == {True}
+    assert {p.ndim > 1 for p in other} == {False}
+    learned = {id(parameter) for parameter in objective.parameters() if parameter.requires_grad}
+    assert sorted(map(id, [*decaying, *other])) == sorted(learned)
+    assert not {id(parameter) for parameter in objective.target.parameters()} & learned
+
+
+def test_weight_decay_shrinks_matrices_alone():
+    objective, optimiser = make()
+    values = ScheduledValues(lr=0.01, weight_decay=0.5, ema_momentum=1.0)
+    for group in optimiser.param_groups:
+        group["lr"], group["weight_decay"] = values.lr, values.weight_decay if group["decays"] else 0.0
+    for parameter in objective.parameters():
+        parameter.data.add_(0.1)
+    before = {name: parameter.clone() for name, parameter in objective.named_parameters()}
+    do_step(objective, optimiser, [a_batch()], values)
+    undecayed, undecayed_optimiser = make()
+    undecayed.load_state_dict(before)
+    do_step(undecayed, undecayed_optimiser, [a_batch()], ScheduledValues(0.01, 0.0, 1.0))
+    plain = dict(undecayed.named_parameters())
+    for name, parameter in objective.named_parameters():
+        shrunk = 0.01 * 0.5 * before[name] if parameter.requires_grad and parameter.ndim > 1 else 0
+        torch.testing.assert_close(parameter, plain[name] - shrunk, atol=1e-6, rtol=1e-5)
+
+
+def test_schedules_are_applied():
+    objective, optimiser = make()
+    do_step(objective, optimiser, [a_batch()], ScheduledValues(lr=3e-3, weight_decay=0.2, ema_momentum=0.5))
+    assert [(group["lr"], group["weight_decay"]) for group in optimiser.param_groups] == [(3e-3, 0.2), (3e-3, 0.0)]
+
+
+def test_adams_first_step_is_as_long_as_the_learning_rate():
+    objective, optimiser = make()
+    bias = objective.predictor.head.bias
+    before = bias.clone()
+    do_step(objective, optimiser, [a_batch()], ScheduledValues(lr=3e-3, weight_decay=0.2, ema_momentum=0.5))
+    moved = (bias - before).abs()[bias.grad.abs() > 1e-6]
+    assert len(moved) > 10
+    torch.testing.assert_close(moved, torch.full_like(moved, 3e-3), rtol=0.02, atol=0)
+
+
+def test_the_target_follows_the_updated_encoder():
+    objective, optimiser = make()
+    before = [parameter.clone() for parameter in objective.target.parameters()]
+    do_step(objective, optimiser, [a_batch()])
+    for old, new, ours in zip(before, objective.target.parameters(), objective.encoder.parameters(), strict=True):
+        torch.testing.assert_close(new, 0.9 * old + 0.1 * ours)
+    assert any(not torch.equal(old, new) for old, new in zip(before, objective.target.parameters(), strict=True))
+
+
+def poisoned_loss(monkeypatch, value):
+    real = IJEPA.forward
+    monkeypatch.setattr(IJEPA, "forward", lambda self, *arguments: real(self, *arguments) * value)
+
+
+def poisoned_gradient(monkeypatch, value):
+    def forward(self, images, masks, generator=None):
+        weight = self.predictor.head.weight
+        weight.register_hook(lambda gradient: gradient * value)
+        return real(self, images, masks, generator)
+
+    real = IJEPA.forward
+    monkeypatch.setattr(IJEPA, "forward", forward)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("poison", [poisoned_loss, poisoned_gradient], ids=["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_no_bit(monkeypatch, value, poison):
+    objective, optimiser = make()
+    assert do_step(objective, optimiser, [a_batch()]).updated
+    before = snapshot(objective, optimiser)
+    with monkeypatch.context() as patch:
+        poison(patch, value)
+        outcome = do_step(objective, optimiser, [a_batch(1), a_batch(2)], clip=1.0)
+    assert not outcome.updated
+    after = collect_tensors(objective, optimiser)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def test_the_step_after_one_that_was_not_finite_is_as_if_it_had_not_been(monkeypatch):
+    ends = []
+    for poisoned in (False, True):
+        objective, optimiser = make()
+        do_step(objective, optimiser, [a_batch()])
+        if poisoned:
+            with monkeypatch.context() as patch:
+                poisoned_loss(patch, float("nan"))
+                do_step(objective, optimiser, [a_batch(1)])
+        do_step(objective, optimiser, [a_batch(2)])
+        ends.append(snapshot(objective, optimiser))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_clipping_bounds_the_gradient_and_tells_its_norm_before():
+    objective, optimiser = make()
+    plain = do_step(*make(), [a_batch()])
+    limit = plain.gradient_norm / 10
+    outcome = do_step(objective, optimiser, [a_batch()], clip=limit)
+    assert outcome.gradient_norm == plain.gradient_norm
+    assert gradient_norm(objective).item() == pytest.approx(limit, rel=1e-4)
+
+
+def test_clipping_leaves_a_small_gradient_alone():
+    ends = []
+    for clip in (None, 1e6):
+        objective, optimiser = make()
+        do_step(objective, optimiser, [a_batch()], clip=clip)
+        ends.append(snapshot(objective, optimiser))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_the_norm_is_that_of_all_gradients_together():
+    objective, optimiser = make()
+    outcome = do_step(objective, optimiser, [a_batch()])
+    gradients = [p.grad.flatten() for p in objective.parameters() if p.grad is not None]
+    assert outcome.gradient_norm == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-5)
+
+
+def test_the_generator_decides_the_noise():
+    losses = []
+    for seed in (0, 0, 1):
+        objective, optimiser = make(sigma=4.0)
+        torch.nn.init.normal_(objective.predictor.projection.weight)
+        losses.append(do_step(objective, optimiser, [a_batch()], generator=torch.Generator().manual_seed(seed)).loss)
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_steps_lower_the_loss():
+    objective, optimiser = make()
+    losses = [do_step(objective, optimiser, [a_batch()], ScheduledValues(3e-3, 0.0, 0.99)).loss for _ in range(25)]
+    assert losses[-1] < 0.8 * losses[0]

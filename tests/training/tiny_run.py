@@ -1,0 +1,67 @@
+"""A run so small that it ends within a second, and what its checkpoints hold."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+
+from stop_mim.training.build import build_objective
+from stop_mim.training.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
+from stop_mim.training.config import (
+    CheckpointConfig,
+    EncoderConfig,
+    LogConfig,
+    OptimConfig,
+    PredictorConfig,
+    SpeedConfig,
+    TrainConfig,
+)
+
+CPU = torch.device("cpu")
+
+
+def tiny_config(data="scenes:count=56,size=32", out=None, **groups):
+    """Seven steps an epoch, with gradients accumulated over two batches; three epochs."""
+    config = TrainConfig(
+        data=str(data),
+        out=None if out is None else str(out),
+        encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2, drop_path=0.1),
+        predictor=PredictorConfig(width=16, depth=1, heads=2),
+        optim=OptimConfig(epochs=3, batch_size=8, warmup_epochs=1.0, lr=2e-3, start_lr=5e-4, ema_start=0.9),
+        speed=SpeedConfig(device="cpu", batch_size_per_device=4, workers=0),
+        log=LogConfig(every_steps=1, health_every_steps=5, tensorboard=False),
+        checkpoint=CheckpointConfig(every_steps=4),
+    )
+    return replace(config, **groups)
+
+
+def tiny_objective(seed=0, **groups):
+    torch.manual_seed(seed)
+    return build_objective(tiny_config(**groups))
+
+
+def write_images(folder, count=56, sizes=((36, 36),)):
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    for number in range(count):
+        coarse = random.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+        height, width = sizes[number % len(sizes)]
+        PIL.Image.fromarray(coarse).resize((width, height)).save(folder / f"{number:03d}.png")
+    return folder
+
+
+def checkpoint_at(folder, step) -> Checkpoint:
+    return read_checkpoint(checkpoint_path(Path(folder) / "checkpoints", step))
+
+
+def assert_same_checkpoint(one: Checkpoint, other: Checkpoint) -> None:
+    """Bit for bit: weights, target, optimiser and counters."""
+    assert one.step == other.step
+    assert one.state == other.state
+    assert one.tensors.keys() == other.tensors.keys()
+    kinds = {name.split(".")[0] + "." + name.split(".")[1] for name in one.tensors}
+    assert {"model.encoder", "model.target", "model.predictor", "optimiser.exp_avg", "optimiser.step"} <= kinds
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, other.tensors[name]), name
