@@ -117,7 +117,9 @@ class Run:
         encoder = check_model(config)
         self.masks = build_masks(config.masks, encoder.grid)
         if not config.data:
-            raise InputError("data is not given: add --data with a folder, a parquet file or another name of a data set.")
+            raise InputError(
+                "data is not given: add --data with a folder, a parquet file or another name of a data set."
+            )
         source = open_source(config.data)
         self.data_fingerprint = source.fingerprint()
         self.loader = self._open_loader(source, build_augment(config, encoder))

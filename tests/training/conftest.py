@@ -1,6 +1,16 @@
-"""Scenes are drawn once a session, into a cache that the tests own."""
+"""One thread, and scenes that are drawn once a session, into a cache that the tests own."""
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_thread():
+    """Models this small gain nothing from threads, and on a busy machine threads wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
 
@@ -57,14 +56,6 @@ def slow_config(data, out) -> TrainConfig:
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("kill") / "images", sizes=((36, 36), (40, 60)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
