@@ -12,7 +12,6 @@ from rich.table import Table
 from torch import Tensor
 
 from stop_mim.analysis.figures import loss_figure, positions_figure
-from stop_mim.data.augment import resize_batch
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
@@ -33,9 +32,10 @@ from stop_mim.training.recipes import find_recipe
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
 DEFAULT_FOLDER = Path("stop-mim-demo")
-TASKS = {"count": "objects (8 classes)", "distance": "nearest (6 bins)"}
-# A linear probe on all pixels of 64x64 images would take longer than the training.
-PIXEL_BASELINE_SIZE = (32, 32)
+TASKS = {"count": count_classes, "distance": distance_classes}
+# Self-supervised features are for when labels are few: so many of the scenes are used with theirs.
+LABELLED_SCENES = 1000
+TEST_SCENES = "scenes:count=5000,size=64"
 NEIGHBOURS = 20
 
 
@@ -46,8 +46,8 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
     config = replace(config, out=str(free_folder(Path(config.out or DEFAULT_FOLDER))))
     console.print("Drawing scenes, then training a small StoP model on them (about two minutes on two cores).")
     with ProgressDisplay(console) as display:
-        train_source, test_source = (open_source(config.data, split) for split in ("train", "test"))
-        display.say(f"{len(train_source):,} scenes to learn from, {len(test_source):,} to be tested on.")
+        train_source, test_source = open_source(config.data), open_source(TEST_SCENES, "test")
+        display.say(f"{len(train_source):,} scenes to learn from without labels, {len(test_source):,} to be tested on.")
     result = train(config, recipe="demo", console=console)
     if not result.finished:
         raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
@@ -65,13 +65,13 @@ def compare(
     torch.manual_seed(derive_seed(config.seed, "weights"))
     untrained = build_encoder(config.encoder)
     trained = load_encoder(folder)
-    train_images, test_images = (_stacked(source) for source in (train_source, test_source))
+    images = [_stacked(train_source)[:LABELLED_SCENES], _stacked(test_source)]
     features = {
-        "trained": [pooled_features(trained, images) for images in (train_images, test_images)],
-        "untrained": [pooled_features(untrained, images) for images in (train_images, test_images)],
-        "pixels": [pixel_features(resize_batch(images, PIXEL_BASELINE_SIZE)) for images in (train_images, test_images)],
+        "trained": [pooled_features(trained, part) for part in images],
+        "untrained": [pooled_features(untrained, part) for part in images],
+        "pixels": [pixel_features(part) for part in images],
     }
-    labels = {task: [_labels(source, task) for source in (train_source, test_source)] for task in TASKS}
+    labels = {task: [_labels(train_source, task)[:LABELLED_SCENES], _labels(test_source, task)] for task in TASKS}
     scores: dict[str, dict[str, float]] = {}
     with ProgressDisplay(console) as display:
         for number, (name, (train_features, test_features)) in enumerate(features.items(), start=1):
@@ -94,8 +94,7 @@ def _stacked(source: ImageSource) -> UInt8[Tensor, "n 3 height width"]:
 
 
 def _labels(source: ImageSource, task: str) -> Int[Tensor, " n"]:
-    classes = {"count": count_classes, "distance": distance_classes}[task]
-    return classes(source.labels[task])
+    return TASKS[task](source.labels[task])
 
 
 def draw(config: TrainConfig, folder: Path) -> None:
@@ -112,10 +111,11 @@ def draw(config: TrainConfig, folder: Path) -> None:
 
 def report(scores: dict[str, dict[str, float]], folder: Path, console: Console) -> None:
     """The table, and what to type next."""
-    table = Table(title="Frozen features, test accuracy in %", title_justify="left")
+    title = f"Frozen features, probes with {LABELLED_SCENES} labels: test accuracy in %"
+    table = Table(title=title, title_justify="left")
     table.add_column("features")
     probes = {"linear/top1": "linear", f"knn/top1@{NEIGHBOURS}": f"{NEIGHBOURS}-NN"}
-    for task in TASKS.values():
+    for task in TASKS:
         for probe in probes.values():
             table.add_column(f"{task}\n{probe}", justify="right")
     names = {"trained": "StoP, trained", "untrained": "the same, untrained", "pixels": "pixels"}

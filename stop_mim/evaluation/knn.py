@@ -37,9 +37,8 @@ def knn(
     test_labels: Int[Tensor, " m"],
     neighbours: Sequence[int] = (20,),
 ) -> Iterator[tuple[str, float]]:
-    """Yields the test accuracy in percent for each number of neighbours; features are centred on the training mean."""
-    mean = train_features.mean(0)
+    """Yields the test accuracy in percent for each number of neighbours."""
     classes = int(train_labels.max()) + 1
     for k in neighbours:
-        votes = knn_votes(train_features - mean, train_labels, test_features - mean, k, classes)
+        votes = knn_votes(train_features, train_labels, test_features, k, classes)
         yield f"knn/top1@{k}", 100 * (votes.argmax(1) == test_labels).float().mean().item()

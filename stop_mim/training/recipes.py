@@ -48,22 +48,22 @@ def demo() -> TrainConfig:
     stop-mim demo
     """
     return TrainConfig(
-        data="scenes:count=4000,size=64",
-        encoder=EncoderConfig(size="tiny", image_size=(48, 48), patch_size=8, width=96, depth=3, heads=3),
-        predictor=PredictorConfig(width=48, depth=2),
+        data="scenes:count=3000,size=64",
+        encoder=EncoderConfig(size="tiny", image_size=(48, 48), patch_size=8, width=96, depth=2, heads=2),
+        predictor=PredictorConfig(width=64, depth=4),
         augment=AugmentConfig(flip_probability=0.5),
         optim=OptimConfig(
-            epochs=20,
-            batch_size=32,
+            epochs=13,
+            batch_size=16,
             lr=1e-3,
             start_lr=1e-4,
             final_lr=1e-5,
-            warmup_epochs=2,
+            warmup_epochs=1.3,
             weight_decay=0.04,
             final_weight_decay=0.4,
             ema_start=0.99,
         ),
-        log=LogConfig(every_steps=25, health_every_steps=250),
+        log=LogConfig(every_steps=50, health_every_steps=250),
         checkpoint=CheckpointConfig(every_steps=1000),
     )
 
