@@ -34,7 +34,7 @@ from stop_mim.training.run_folder import RunFolder, read_metrics
 DEFAULT_FOLDER = Path("stop-mim-demo")
 TASKS = {"count": count_classes, "distance": distance_classes}
 # Self-supervised features are for when labels are few: so many of the scenes are used with theirs.
-LABELLED_SCENES = 1000
+LABELLED_SCENES = 500
 TEST_SCENES = "scenes:count=5000,size=64"
 NEIGHBOURS = 20
 

@@ -14,11 +14,11 @@ from PIL import Image
 from stop_mim.cli import main
 from stop_mim.training.recipes import RECIPES
 
-TINY = """
-    --encoder.image-size 32 32 --encoder.patch-size 8 --encoder.width 24 --encoder.depth 1 --encoder.heads 2
-    --predictor.width 16 --predictor.depth 1 --optim.batch-size 8 --optim.epochs 2 --optim.warmup-epochs 1
-    --speed.device cpu
-""".split()
+TINY = [
+    *("--encoder.image-size", "32", "32", "--encoder.patch-size", "8", "--encoder.width", "24", "--encoder.depth", "1"),
+    *("--encoder.heads", "2", "--predictor.width", "16", "--predictor.depth", "1", "--optim.batch-size", "8"),
+    *("--optim.epochs", "2", "--optim.warmup-epochs", "1", "--speed.device", "cpu"),
+]
 
 
 @pytest.fixture
@@ -89,15 +89,16 @@ def test_help_of_a_recipe_explains_every_field(capsys, recipe):
         (["pretrain", "demo", "--data", "no/such/folder"], "no/such/folder"),
         (["pretrain", "stop-tiny-imagenet"], "data is not given"),
         (
-            ["pretrain", "demo", "--data", "scenes:count=16,size=32"],
-            "optim.batch_size is 32 and there are only 16 images",
+            ["pretrain", "demo", "--data", "scenes:count=8,size=32"],
+            "optim.batch_size is 16 and there are only 8 images",
         ),
         (["resume"], "needs the folder of a run"),
         (["resume", "no/such/run"], "holds no run"),
         (["demo", "--fast"], "no field --fast"),
     ],
 )
-def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch, arguments, words):
+def test_mistakes_are_one_sentence(capsys, tmp_path, tmp_path_factory, monkeypatch, arguments, words):
+    monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path)
     assert words in complaint(capsys, *arguments)
     assert not list(tmp_path.iterdir())

@@ -41,7 +41,9 @@ def fit_linear_probe(
     inputs = (features - mean) / std
     weight = torch.zeros(classes, inputs.shape[1], device=inputs.device, requires_grad=True)
     bias = torch.zeros(classes, device=inputs.device, requires_grad=True)
-    optimiser = torch.optim.LBFGS([weight, bias], max_iter=steps, history_size=20, line_search_fn="strong_wolfe")
+    optimiser = torch.optim.LBFGS(
+        [weight, bias], max_iter=steps, history_size=20, tolerance_change=1e-7, line_search_fn="strong_wolfe"
+    )
 
     def closure() -> float:
         optimiser.zero_grad()
