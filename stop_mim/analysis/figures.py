@@ -84,9 +84,10 @@ def _draw_similarity(
 ) -> None:
     table = F.normalize(positions.table(), dim=1)
     similarity = (F.normalize(queries, dim=1) @ table.T).mean(0).unflatten(0, positions.grid)
-    axes.imshow(similarity.numpy(), cmap="viridis", vmin=0, vmax=1)
+    lowest = (table @ table.T).min().item()
+    axes.imshow(similarity.numpy(), cmap="viridis", vmin=lowest, vmax=1)
     row, column = divmod(patch, positions.grid[1])
     axes.plot(column, row, marker="s", markersize=8, markerfacecolor="none", markeredgecolor="white")
-    axes.set_title(f"{title}\ncosine to all ψ, 0 to 1", fontsize=9)
+    axes.set_title(f"{title}\ncosine to all ψ, {lowest:.2f} to 1", fontsize=9)
     axes.set_xticks([])
     axes.set_yticks([])
