@@ -43,9 +43,10 @@ def summary(name: str) -> str:
 
 @recipe
 def demo() -> TrainConfig:
-    """A very small StoP model on the embedded scenes: what `stop-mim demo` trains, two minutes on two CPU cores.
+    """A very small StoP model on the embedded scenes: what `stop-mim demo` trains, two minutes on two cores.
 
     stop-mim demo
+    With 500 labels, linear probes reach 23.7 in counting and 29.9 in distance (untrained 15.5, 20.6; seed 0, 2026-11-15).
     """
     return TrainConfig(
         data="scenes:count=3000,size=64",
@@ -73,6 +74,7 @@ def stop_tiny_imagenet() -> TrainConfig:
     """StoP, ViT-S/8 on 64x64 images, predictor 6x192: sized for Tiny ImageNet and one GPU.
 
     stop-mim pretrain stop-tiny-imagenet --data tiny-imagenet/train.parquet
+    100 classes, 20 epochs on an H200, 5,500 images/s: linear probe 26.2 (untrained 15.7; one seed, 2026-11-15).
     """
     return TrainConfig(
         data="",

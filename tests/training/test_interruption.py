@@ -11,6 +11,8 @@ from stop_mim.training.interruption import catch_interruption
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back():
+    # A shell starts its background jobs with Ctrl-C ignored, and the tests may be one of them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     after = {number: signal.getsignal(number) for number in before}
