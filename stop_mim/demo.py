@@ -12,7 +12,6 @@ from rich.table import Table
 from torch import Tensor
 
 from stop_mim.analysis.figures import loss_figure, positions_figure
-from stop_mim.data.augment import resize_batch
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
@@ -35,10 +34,8 @@ from stop_mim.training.run_folder import RunFolder, read_metrics
 DEFAULT_FOLDER = Path("stop-mim-demo")
 TASKS = {"count": count_classes, "distance": distance_classes}
 # Self-supervised features are for when labels are few: so many of the scenes are used with theirs.
-LABELLED_SCENES = 500
+LABELLED_SCENES = 1000
 TEST_SCENES = "scenes:count=5000,size=64"
-# At full size, the probe of the pixels would take as long as half the training.
-PIXEL_BASELINE_SIZE = (32, 32)
 NEIGHBOURS = 20
 
 
@@ -72,7 +69,7 @@ def compare(
     features = {
         "trained": [pooled_features(trained, part) for part in images],
         "untrained": [pooled_features(untrained, part) for part in images],
-        "pixels": [pixel_features(resize_batch(part, PIXEL_BASELINE_SIZE)) for part in images],
+        "pixels": [pixel_features(part) for part in images],
     }
     labels = {task: [_labels(train_source, task)[:LABELLED_SCENES], _labels(test_source, task)] for task in TASKS}
     scores: dict[str, dict[str, float]] = {}

@@ -39,6 +39,9 @@ def fit_linear_probe(
     """Minimise cross-entropy + penalty · ‖weight‖² / 2 by L-BFGS on all features at once."""
     mean, std = features.mean(0), features.std(0).clamp(min=1e-6)
     inputs = (features - mean) / std
+    # The optimum lies in the span of the training images: with more features than images, that is the smaller space.
+    span = torch.linalg.qr(inputs.T).Q if inputs.shape[1] > inputs.shape[0] else None
+    inputs = inputs if span is None else inputs @ span
     weight = torch.zeros(classes, inputs.shape[1], device=inputs.device, requires_grad=True)
     bias = torch.zeros(classes, device=inputs.device, requires_grad=True)
     optimiser = torch.optim.LBFGS(
@@ -53,7 +56,8 @@ def fit_linear_probe(
 
     with torch.enable_grad():
         optimiser.step(closure)
-    return LinearProbe(mean, std, weight.detach(), bias.detach())
+    found = weight.detach() if span is None else weight.detach() @ span.T
+    return LinearProbe(mean, std, found, bias.detach())
 
 
 def choose_penalty(

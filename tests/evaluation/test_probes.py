@@ -38,6 +38,17 @@ def test_linear_probe_is_logistic_regression(clusters, penalty):
     )
 
 
+def test_more_features_than_images_are_fitted_in_their_span(clusters):
+    _, labels, _, _ = clusters
+    features = torch.randn(300, 400, generator=torch.Generator().manual_seed(1))
+    probe = fit_linear_probe(features[:200], labels[:200], 1e-2, 5)
+    scaler = StandardScaler().fit(features[:200])
+    reference = LogisticRegression(C=1 / (1e-2 * 200), max_iter=2000, tol=1e-8)
+    reference.fit(scaler.transform(features[:200]), labels[:200])
+    ours = probe.logits(features[200:]).softmax(1).numpy()
+    np.testing.assert_allclose(ours, reference.predict_proba(scaler.transform(features[200:])), atol=0.01)
+
+
 def test_test_features_are_standardised_by_the_training_set(clusters):
     features, labels, test_features, _ = clusters
     probe = fit_linear_probe(features, labels, 1e-2, 5)
