@@ -1,5 +1,10 @@
 """Shapes in signatures are checked in every test: jaxtyping's hook must come before the package is imported."""
 
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 from jaxtyping import install_import_hook
 
 SHAPED = ["masking", "models", "data", "training", "evaluation", "analysis"]
@@ -8,3 +13,17 @@ SHAPED = ["masking", "models", "data", "training", "evaluation", "analysis"]
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 
 install_import_hook([f"stop_mim.{name}" for name in SHAPED], CHECKER)
+
+REAL_DATA = Path(os.environ.get("STOP_MIM_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
+
+
+@pytest.fixture
+def real_data() -> Callable[[str], Path]:
+    """The folder of a real data set by its name; the test is skipped where there is none."""
+
+    def find(name: str) -> Path:
+        if not (REAL_DATA / name).exists():
+            pytest.skip(f"needs real data: {name} in the folder that STOP_MIM_TEST_DATA names")
+        return REAL_DATA / name
+
+    return find

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from stop_mim.data.image_source import EncodedSource, class_labels, digest
-from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, image_size
+from stop_mim.data.image_source import class_labels, digest
+from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS
+from stop_mim.data.listed import ListedSource
 from stop_mim.errors import InputError
 
 
-class FolderSource(EncodedSource):
+class FolderSource(ListedSource):
     """The images under a folder, sorted by path; class_names fixes the classes, or they are the folder's own."""
 
     def __init__(
@@ -22,46 +23,11 @@ class FolderSource(EncodedSource):
             extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
             raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
         classes, class_names = _classes(paths, folder, class_names)
-        super().__init__(name, class_labels(classes), class_names)
-        self.folder = folder
-        self.max_pixels = max_pixels
-        # One array, not a list: reading a list's strings in forked workers would copy its memory page by page.
-        self._paths = np.array([os.fsencode(path) for path in paths])
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def encoded(self, index: int) -> bytes:
-        """The bytes of the file; raises BadImage."""
-        try:
-            return Path(self.describe(index)).read_bytes()
-        except OSError as error:
-            raise BadImage(self.describe(index), error.strerror or str(error)) from error
-
-    def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of the image, reading no more of the file than its header; raises BadImage."""
-        self.check_index(index)
-        try:
-            with open(self.describe(index), "rb") as file:
-                return image_size(file, self.describe(index))
-        except OSError as error:
-            raise BadImage(self.describe(index), error.strerror or str(error)) from error
-
-    def describe(self, index: int) -> str:
-        """The path of the file."""
-        return str(self.folder / self._relative_path(index))
+        super().__init__(folder, paths, name, class_labels(classes), class_names, max_pixels)
 
     def fingerprint(self) -> str:
-        """Depends on the paths within the folder, the sizes of the files and the times they were changed."""
-        return digest(self._states())
-
-    def _relative_path(self, index: int) -> str:
-        return os.fsdecode(bytes(self._paths[index]))
-
-    def _states(self) -> Iterator[object]:
-        for index in range(len(self)):
-            state = os.stat(self.describe(index))
-            yield from (Path(self._relative_path(index)).as_posix(), state.st_size, state.st_mtime_ns)
+        """Depends on the paths within the folder, which tell the labels, and the sizes and times of the files."""
+        return digest(self.file_states())
 
 
 def sub_folders(folder: Path) -> tuple[str, ...]:

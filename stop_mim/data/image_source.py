@@ -36,6 +36,10 @@ class ImageSource(ABC):
     def describe(self, index: int) -> str:
         """Where the image lies, for a list of bad images."""
 
+    def image_name(self, index: int) -> str:
+        """What a list of images calls this one: the name of its file where it has one, with / between folders."""
+        return str(index)
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A short hexadecimal name of the contents: it changes when the data change."""

@@ -59,11 +59,19 @@ class ShardSource(EncodedSource):
 
     def describe(self, index: int) -> str:
         """The tar file and the member."""
-        return f"{self._shard(index)}#{os.fsdecode(bytes(self._members[index]))}"
+        return f"{self._shard(index)}#{self._member(index)}"
+
+    def image_name(self, index: int) -> str:
+        """The key of the sample: the member's path up to the first dot of its name."""
+        folder, slash, base = self._member(index).rpartition("/")
+        return folder + slash + base.partition(".")[0]
 
     def fingerprint(self) -> str:
         """Depends on the names and sizes of the tar files and the times they were changed."""
         return digest(part for path in self.paths for part in (path.name, *_state(path)))
+
+    def _member(self, index: int) -> str:
+        return os.fsdecode(bytes(self._members[index]))
 
     def _shard(self, index: int) -> Path:
         return self.paths[int(np.searchsorted(self._ends, index, side="right"))]

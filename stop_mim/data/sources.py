@@ -1,4 +1,7 @@
-"""One name opens one data set: scenes, folders, parquet files, torchvision, the Hugging Face hub, tar shards."""
+"""One name opens one data set: scenes, folders, parquet files, torchvision, the Hugging Face hub, tar shards.
+
+A folder may hold images, class folders or splits, parquet files, or CLEVR, Places205 or iNaturalist as published.
+"""
 
 import glob
 from pathlib import Path
@@ -7,14 +10,16 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from stop_mim.data import scenes
+from stop_mim.data.clevr import ClevrSource, has_clevr_layout
 from stop_mim.data.folders import FolderSource, sub_folders
 from stop_mim.data.hub import HubSource
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.images import MAX_PIXELS
+from stop_mim.data.listed import has_places205_lists, inaturalist_year, open_inaturalist, open_places205
 from stop_mim.data.parquets import ParquetSource, parquet_files
 from stop_mim.data.shards import ShardSource
 from stop_mim.data.splits import are_splits, choose_split
-from stop_mim.data.torchvision_sets import TorchvisionSource
+from stop_mim.data.torchvision_sets import open_torchvision
 from stop_mim.errors import InputError
 
 __all__ = ["ImageSource", "SceneSource", "open_source"]
@@ -58,6 +63,10 @@ class SceneSource(ImageSource):
         """The options and the position."""
         return f"{self.name}#{index}"
 
+    def image_name(self, index: int) -> str:
+        """The position; scenes have no files."""
+        return f"scene-{index}"
+
     def fingerprint(self) -> str:
         """Depends on the options and, lest the way of drawing change, on the first image."""
         return digest([self.name, self.scenes.images[0].numpy().tobytes()])
@@ -73,7 +82,7 @@ def open_source(name: str, split: str = "train", max_pixels: int = MAX_PIXELS) -
     if kind == "scenes":
         return SceneSource(rest, split)
     if kind == "torchvision" and rest:
-        return TorchvisionSource(rest, split, max_pixels)
+        return open_torchvision(rest, split, max_pixels)
     if kind == "hf" and rest:
         return HubSource(rest, split, max_pixels)
     if kind == "wds" and rest:
@@ -91,6 +100,12 @@ def open_source(name: str, split: str = "train", max_pixels: int = MAX_PIXELS) -
 
 
 def _open_folder(folder: Path, name: str, split: str, max_pixels: int) -> ImageSource:
+    if has_clevr_layout(folder):
+        return ClevrSource(folder, name, split, max_pixels)
+    if has_places205_lists(folder):
+        return open_places205(folder, name, split, max_pixels)
+    if year := inaturalist_year(folder):
+        return open_inaturalist(folder, name, split, year, max_pixels)
     class_names: tuple[str, ...] = ()
     names = sub_folders(folder)
     if are_splits(names):

@@ -9,6 +9,10 @@ _EVALUATION = ("test", "validation", "valid", "val")
 SPLIT_NAMES = frozenset(_TRAIN + _EVALUATION)
 
 
+class NoSplit(InputError):
+    """The data set has no such part."""
+
+
 def split_candidates(split: str) -> tuple[str, ...]:
     """The names to try for a split, best first: test falls back to validation, and the other way round."""
     if split == "test":
@@ -21,7 +25,7 @@ def choose_split(split: str, present: Collection[str], name: str) -> str:
     for candidate in split_candidates(split):
         if candidate in present:
             return candidate
-    raise InputError(f"{name} has no split '{split}': choose one of {', '.join(sorted(present))}.")
+    raise NoSplit(f"{name} has no split '{split}': choose one of {', '.join(sorted(present))}.")
 
 
 def are_splits(names: Collection[str]) -> bool:

@@ -40,6 +40,10 @@ class TableSource(EncodedSource):
         except OSError as error:
             raise BadImage(self.describe(index), error.strerror or str(error)) from error
 
+    def image_name(self, index: int) -> str:
+        """The path in the row, or its number where it has none."""
+        return self.open_cells().path(index) or f"row-{index}"
+
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_cells"}
 
@@ -58,15 +62,24 @@ class ImageCells:
 
     def read(self, row: int) -> bytes:
         """The bytes of the row's image."""
-        chunk = int(np.searchsorted(self._ends, row, side="right"))
-        place = row - (int(self._ends[chunk - 1]) if chunk else 0)
+        chunk, place = self._place(row)
         encoded = self._bytes[chunk][place]
         if encoded.is_valid:
             return encoded.as_py()
-        paths = self._paths[chunk]
-        if paths is None or not paths[place].is_valid:
+        path = self.path(row)
+        if path is None:
             raise OSError("the row holds no image")
-        return Path(paths[place].as_py()).read_bytes()
+        return Path(path).read_bytes()
+
+    def path(self, row: int) -> str | None:
+        """The path in the row, where the column has one."""
+        chunk, place = self._place(row)
+        paths = self._paths[chunk]
+        return None if paths is None else paths[place].as_py()
+
+    def _place(self, row: int) -> tuple[int, int]:
+        chunk = int(np.searchsorted(self._ends, row, side="right"))
+        return chunk, row - (int(self._ends[chunk - 1]) if chunk else 0)
 
 
 def image_column(schema: pa.Schema, name: str) -> str:

@@ -1,8 +1,12 @@
-"""The classification data sets of torchvision, by the name of their class."""
+"""The classification data sets of torchvision, by the name of their class and options of its constructor.
+
+NAME or NAME,option=value, such as Places365,small=true; INaturalist is the version of 2018 unless another is named.
+"""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,8 @@ from torchvision import datasets
 from stop_mim.data.cache import download_folder
 from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.images import MAX_PIXELS, BadImage, quieten_pillow, rgb_pixels
-from stop_mim.data.splits import split_candidates
+from stop_mim.data.listed import INATURALIST_YEARS, inaturalist_annotations, open_inaturalist
+from stop_mim.data.splits import NoSplit, split_candidates
 from stop_mim.errors import InputError
 
 # Where the classes of torchvision keep their targets, so that no image need be decoded to learn its label.
@@ -22,15 +27,40 @@ _TARGET_ATTRIBUTES = ("targets", "labels", "_labels", "y")
 _CLASS_NAME_ATTRIBUTES = ("classes", "categories")
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
 
+# These have a split called test, but no labels for it.
+_LABELLED_TEST_SPLITS = {"Places365": ("val",), "CLEVRClassification": ("val",)}
+
+# Where the classes keep the paths of their images, and the folder that these are in, the most exact first.
+_PATH_ATTRIBUTES = ("samples", "imgs", "_image_files", "_samples")
+_FOLDER_ATTRIBUTES = ("split_folder", "images_dir", "_images_folder", "root")
+
+_OWN_PARAMETERS = frozenset({"root", "split", "train", "download", "loader"})
+
+
+def open_torchvision(name: str, split: str, max_pixels: int = MAX_PIXELS) -> ImageSource:
+    """The data set of a class of torchvision; iNaturalist's older versions by their annotations in the same folder."""
+    class_name, options = _parse(name)
+    year = options.get("version", INATURALIST_YEARS[0])
+    if class_name == "INaturalist" and year in INATURALIST_YEARS:
+        if other := sorted(options.keys() - {"version"}):
+            raise InputError(f"torchvision:INaturalist of {year} has no option '{other[0]}': give version alone.")
+        images = download_folder() / year
+        # Without annotations the download, of more than a hundred gigabytes, would be of no use.
+        if not images.is_dir() and inaturalist_annotations(download_folder(), year):
+            _construct(class_name, datasets.INaturalist, {"root": str(download_folder()), "version": year})
+        return open_inaturalist(download_folder(), f"torchvision:{name}", split, year, max_pixels, images)
+    return TorchvisionSource(name, split, max_pixels)
+
 
 class TorchvisionSource(ImageSource):
     """One split of a torchvision data set that gives pairs of an image and a class; others are refused."""
 
-    def __init__(self, class_name: str, split: str, max_pixels: int = MAX_PIXELS) -> None:
-        self._dataset, self.split = _open(class_name, split)
+    def __init__(self, name: str, split: str, max_pixels: int = MAX_PIXELS) -> None:
+        class_name, options = _parse(name)
+        self._dataset, self.split = _open(class_name, split, options)
         _check_pairs(class_name, self._dataset)
         labels = class_labels(_targets(self._dataset))
-        super().__init__(f"torchvision:{class_name}", labels, _class_names(self._dataset))
+        super().__init__(f"torchvision:{name}", labels, _class_names(self._dataset))
         self.max_pixels = max_pixels
 
     def __len__(self) -> int:
@@ -48,6 +78,16 @@ class TorchvisionSource(ImageSource):
     def describe(self, index: int) -> str:
         """The data set, the split and the position."""
         return f"{self.name}[{self.split}]#{index}"
+
+    def image_name(self, index: int) -> str:
+        """The path within the data set's folder of images, or the position where torchvision tells no path."""
+        for attribute in _PATH_ATTRIBUTES:
+            entries = getattr(self._dataset, attribute, None)
+            if entries is not None and len(entries) == len(self):
+                entry = entries[index][0] if isinstance(entries[index], tuple) else entries[index]
+                if isinstance(entry, str | Path):
+                    return _path_within(Path(entry), self._dataset)
+        return str(index)
 
     def fingerprint(self) -> str:
         """Depends on the name, the number of images, all labels, and the first and the last image."""
@@ -71,7 +111,18 @@ class TorchvisionSource(ImageSource):
         return image
 
 
-def _open(class_name: str, split: str) -> tuple[Any, str]:
+def _parse(name: str) -> tuple[str, dict[str, str]]:
+    class_name, *parts = name.split(",")
+    options: dict[str, str] = {}
+    for part in parts:
+        key, sign, value = part.partition("=")
+        if not sign or not value:
+            raise InputError(f"The option '{part}' of torchvision:{class_name} has no value: give it as {key}=value.")
+        options[key] = value
+    return class_name, options
+
+
+def _open(class_name: str, split: str, given: dict[str, str]) -> tuple[Any, str]:
     known = {name: getattr(datasets, name) for name in dir(datasets)}
     known = {name: kind for name, kind in known.items() if inspect.isclass(kind) and _is_named_set(kind)}
     if class_name not in known:
@@ -80,16 +131,42 @@ def _open(class_name: str, split: str) -> tuple[Any, str]:
     kind = known[class_name]
     parameters = inspect.signature(kind).parameters
     options: dict[str, Any] = {"root": str(download_folder())} if "root" in parameters else {}
+    options |= _typed_options(class_name, parameters, given)
     if "train" in parameters:
         return _construct(class_name, kind, options | {"train": split == "train"}), split
     if "split" not in parameters:
         return _construct(class_name, kind, options), split
-    for candidate in _TRAIN_SPLITS if split == "train" else split_candidates(split):
+    candidates = _TRAIN_SPLITS if split == "train" else split_candidates(split)
+    if split in split_candidates("test"):
+        candidates = _LABELLED_TEST_SPLITS.get(class_name, candidates)
+    for candidate in candidates:
         try:
             return _construct(class_name, kind, options | {"split": candidate}), candidate
         except _UnknownSplit:
             continue
-    raise InputError(f"torchvision:{class_name} has no split '{split}': choose another split or data set.")
+    raise NoSplit(f"torchvision:{class_name} has no split '{split}': choose another split or data set.")
+
+
+def _typed_options(
+    class_name: str, parameters: Mapping[str, inspect.Parameter], given: dict[str, str]
+) -> dict[str, Any]:
+    known = {
+        key: type(parameter.default)
+        for key, parameter in parameters.items()
+        if isinstance(parameter.default, bool | int | str) and key not in _OWN_PARAMETERS
+    }
+    readers: dict[type, Callable[[str], Any]] = {bool: {"true": True, "false": False}.__getitem__, int: int, str: str}
+    options: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in known:
+            choice = f"choose among {', '.join(known)}" if known else "it has none"
+            raise InputError(f"torchvision:{class_name} has no option '{key}': {choice}.")
+        try:
+            options[key] = readers[known[key]](value.lower() if known[key] is bool else value)
+        except (KeyError, ValueError) as error:
+            wanted = "true or false" if known[key] is bool else "a whole number"
+            raise InputError(f"The option {key} of torchvision:{class_name} is '{value}': give {wanted}.") from error
+    return options
 
 
 class _UnknownSplit(Exception):
@@ -124,7 +201,15 @@ def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any
 
 
 def _check_pairs(class_name: str, dataset: Any) -> None:
-    first: Any = dataset[0] if len(dataset) else None
+    try:
+        first: Any = dataset[0] if len(dataset) else None
+    # Some classes open without looking for their images.
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise InputError(
+            f"The first image of torchvision:{class_name} cannot be read ({reason}): put its images in "
+            f"{download_folder()} (STOP_MIM_DATA names another folder)."
+        ) from error
     pair = isinstance(first, tuple) and len(first) == 2
     if not pair or not isinstance(first[0], PIL.Image.Image) or not isinstance(first[1], int | np.integer):
         raise InputError(
@@ -149,3 +234,11 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
         if names := getattr(dataset, attribute, None):
             return tuple(name if isinstance(name, str) else ", ".join(name) for name in names)
     return ()
+
+
+def _path_within(path: Path, dataset: Any) -> str:
+    for attribute in _FOLDER_ATTRIBUTES:
+        folder = getattr(dataset, attribute, None)
+        if isinstance(folder, str | Path) and path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return path.as_posix()

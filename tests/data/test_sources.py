@@ -4,7 +4,6 @@ import os
 import pickle
 import sys
 import tarfile
-import urllib.error
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torchvision
 
 from stop_mim.data import parquets, scenes
 from stop_mim.data.images import BadImage
@@ -112,6 +110,7 @@ def test_class_folders(tmp_path):
         "dog/deep/a.Jpeg",
     ]
     assert source.read(1).tolist() == torch.tensor([3, 0, 0])[:, None, None].expand(3, 4, 6).tolist()
+    assert [source.image_name(index) for index in range(3)] == ["cat/z.webp", "dog/b.PNG", "dog/deep/a.Jpeg"]
     assert source.size(2) == (4, 6)
     assert source.stacked() is None
     with pytest.raises(IndexError):
@@ -164,6 +163,7 @@ def test_split_folders(tmp_path):
     test = open_source(str(tmp_path), "test")
     assert shades(test) == [3]
     assert test.labels["class"].tolist() == [1]
+    assert test.image_name(0) == "bee/c.png"
     with pytest.raises(InputError, match=r"no split 'dev': choose one of train, val\."):
         open_source(str(tmp_path), "dev")
     write(tmp_path / "val" / "images" / "d.png", 4)
@@ -289,6 +289,17 @@ def test_unusable_parquet_files_are_refused(tmp_path):
         open_source(str(tmp_path / "q-*.parquet"))
 
 
+def test_rows_are_named_by_their_paths_or_numbers(tmp_path):
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    for file, paths in (("a", ["n01/x.JPEG", None]), ("b", ["", "y.png"])):
+        rows = [{"bytes": encoded(1), "path": path} for path in paths]
+        pq.write_table(pa.table({"image": pa.array(rows, kind)}), tmp_path / f"{file}.parquet")
+    source = open_source(str(tmp_path / "*.parquet"))
+    assert [source.image_name(index) for index in range(4)] == ["n01/x.JPEG", "row-1", "row-2", "y.png"]
+    write_parquet(tmp_path / "plain" / "x.parquet", [1, 2], plain=True)
+    assert open_source(str(tmp_path / "plain")).image_name(1) == "row-1"
+
+
 def test_rows_without_bytes(tmp_path):
     write(tmp_path / "kept.png", 8)
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -356,6 +367,7 @@ def test_shards(tmp_path):
     assert source.labels["class"].tolist() == [7, 3, 5]
     assert source.size(2) == (4, 6)
     assert source.describe(2) == f"{tmp_path / 's-1.tar'}#dir/a.jpg"
+    assert [source.image_name(index) for index in range(3)] == ["a", "b", "dir/a"]
     assert shades(open_source(f"wds:{tmp_path}/s-*.tar")) == [1, 2, 3]
     with pytest.raises(IndexError):
         source.read(3)
@@ -395,99 +407,6 @@ def test_unusable_shards_are_refused(tmp_path):
         open_source(f"wds:{tmp_path}/label.tar")
 
 
-# torchvision
-
-
-class TinyFake(torchvision.datasets.FakeData):
-    def __init__(self):
-        super().__init__(size=5, image_size=(3, 8, 6), num_classes=3)
-
-
-class SplitFake(torchvision.datasets.VisionDataset):
-    classes = ("ant", "bee")
-
-    def __init__(self, root, split="train", download=False):
-        if split not in ("trainval", "test"):
-            raise ValueError(f"Unknown value '{split}' for argument split.")
-        if not download:
-            raise RuntimeError("Dataset not found.")
-        self.root, self.split, self._labels = root, split, [0, 1, 1]
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        if index == 2:
-            raise OSError("image file is truncated")
-        return PIL.Image.new("L", (6, 4), index + 10 * (self.split == "test")), self._labels[index]
-
-
-@pytest.fixture
-def own_sets(monkeypatch):
-    for kind in (TinyFake, SplitFake):
-        monkeypatch.setattr(torchvision.datasets, kind.__name__, kind, raising=False)
-
-
-@pytest.mark.usefixtures("own_sets")
-def test_torchvision_fake_data():
-    source = open_source("torchvision:TinyFake")
-    assert len(source) == 5
-    assert source.read(4).shape == (3, 8, 6)
-    assert source.size(4) == (8, 6)
-    assert source.labels["class"].tolist() == [int(TinyFake()[index][1]) for index in range(5)]
-    assert source.fingerprint() == open_source("torchvision:TinyFake").fingerprint()
-    with pytest.raises(IndexError):
-        source.read(5)
-
-
-@pytest.mark.usefixtures("own_sets")
-def test_torchvision_splits_downloads_and_bad_images(tmp_path):
-    train, test = open_source("torchvision:SplitFake"), open_source("torchvision:SplitFake", "test")
-    assert train.class_names == ("ant", "bee")
-    assert train.labels["class"].tolist() == [0, 1, 1]
-    assert int(train.read(1).max()) == 1
-    assert int(test.read(1).max()) == 11
-    assert train.describe(1) == "torchvision:SplitFake[trainval]#1"
-    with pytest.raises(BadImage, match=r"SplitFake\[test\]#2: image file is truncated"):
-        test.read(2)
-    with pytest.raises(BadImage, match="6x4 of more than 3 pixels"):
-        open_source("torchvision:SplitFake", max_pixels=3).read(0)
-    with pytest.raises(InputError, match="no split 'extra'"):
-        open_source("torchvision:SplitFake", "extra")
-
-
-def test_torchvision_names_that_cannot_be_opened(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"no data set 'CIFR100': did you mean CIFAR100") as error:
-        open_source("torchvision:CIFR100")
-    one_sentence(error)
-    with pytest.raises(InputError, match=r"could not be opened .* \("):
-        open_source("torchvision:ImageNet")
-
-    def fail(*_, **__):
-        raise urllib.error.URLError("no network")
-
-    monkeypatch.setattr(torchvision.datasets.CIFAR100, "download", fail)
-    with pytest.raises(InputError, match=r"CIFAR100 could not be opened .*no network.*STOP_MIM_DATA") as error:
-        open_source("torchvision:CIFAR100")
-    one_sentence(error)
-
-
-def test_torchvision_sets_without_classes_are_refused(monkeypatch):
-    class Video(torchvision.datasets.VisionDataset):
-        def __init__(self):
-            pass
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return torch.zeros(2, 3, 4, 4)
-
-    monkeypatch.setattr(torchvision.datasets, "Video", Video, raising=False)
-    with pytest.raises(InputError, match="does not give pairs of an image and a class"):
-        open_source("torchvision:Video")
-
-
 # The Hugging Face hub
 
 
@@ -519,6 +438,7 @@ def test_hub_sets(hub):
     assert source.labels["class"].tolist() == [1, 0, 1]
     assert source.class_names == ("ant", "bee")
     assert source.describe(2) == "hf:owner/name:small[train]#2"
+    assert source.image_name(2) == "row-2"
     assert source.fingerprint() == open_source("hf:owner/name:small").fingerprint()
     assert source.fingerprint() != open_source("hf:owner/name:small", "test").fingerprint()
     assert shades(pickle.loads(pickle.dumps(source))) == [1, 2, 3]
@@ -574,6 +494,7 @@ def test_scenes(drawn):
     assert source.labels["distance"].dtype == np.float32
     assert source.class_names == ()
     assert source.describe(3) == "scenes:count=10,size=32,seed=0#3"
+    assert source.image_name(3) == "scene-3"
     with pytest.raises(IndexError):
         source.read(-1)
 
@@ -612,19 +533,13 @@ def test_real_scenes():
     assert train.fingerprint() == open_source("scenes:count=5,size=32").fingerprint()
 
 
-@pytest.mark.usefixtures("own_sets", "drawn")
+@pytest.mark.usefixtures("drawn")
 def test_sources_can_be_pickled(tmp_path):
     write(tmp_path / "folder" / "cat" / "a.png", 1)
     write_parquet(tmp_path / "x.parquet", [5, 6, 7], [1, 0, 1])
     write_shard(tmp_path / "s.tar", [("a.png", encoded(1)), ("a.cls", b"7")])
     shard = f"wds:{tmp_path}/s.tar"
-    for name in (
-        str(tmp_path / "folder"),
-        str(tmp_path / "x.parquet"),
-        shard,
-        "torchvision:TinyFake",
-        "scenes:count=2",
-    ):
+    for name in (str(tmp_path / "folder"), str(tmp_path / "x.parquet"), shard, "scenes:count=2"):
         source = open_source(name)
         copy = pickle.loads(pickle.dumps(source))
         assert torch.equal(copy.read(0), source.read(0))

@@ -1,0 +1,141 @@
+"""Which images of a data set to use: by a list of their names, or drawn from each class."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int, Int64
+
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.images import IMAGE_EXTENSIONS
+from stop_mim.errors import InputError
+from stop_mim.seeds import seeded_generator
+
+
+def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
+    """The indices of the images that a text file names, one a line, in its order.
+
+    A line is an image's name, or less of its path ("n01440764_10026.JPEG" for "n01440764/n01440764_10026.JPEG"), or
+    more of it; the extension may differ or lack. Blank lines and lines that begin with # are skipped.
+    """
+    lines = _read_lines(path)
+    candidates = _candidates(lines, source)
+    matches = [_best_matches(line, candidates[_base_stem(line)]) for line in lines]
+    _check_matches(lines, matches, path, source)
+    return np.array([match[0] for match in matches], dtype=np.int64)
+
+
+def draw_per_class(
+    labels: Int[np.ndarray, " n"], per_class: int, seed: int, draw: int = 0, class_names: Sequence[str] = ()
+) -> Int64[np.ndarray, " k"]:
+    """So many images of each class, sorted; a larger draw of the same number holds the smaller ones."""
+    if per_class < 1:
+        raise InputError(f"The number of images of each class is {per_class}: give at least 1.")
+
+    def wanted(label: int, available: int) -> int:
+        if available < per_class:
+            name = f"{label} ({class_names[label]})" if 0 <= label < len(class_names) else str(label)
+            raise InputError(
+                f"The class {name} has {available} images, and {per_class} of each class were asked for: ask for fewer."
+            )
+        return per_class
+
+    return _draw(labels, wanted, seed, draw)
+
+
+def draw_fraction(labels: Int[np.ndarray, " n"], fraction: float, seed: int, draw: int = 0) -> Int64[np.ndarray, " k"]:
+    """The same fraction of each class, but at least one image, sorted; a larger draw holds the smaller ones."""
+    if not 0 < fraction <= 1:
+        raise InputError(f"The fraction of the images is {fraction}: give a number above 0 and up to 1.")
+    return _draw(labels, lambda _, available: max(1, round(fraction * available)), seed, draw)
+
+
+def _draw(labels: np.ndarray, wanted: Callable[[int, int], int], seed: int, draw: int) -> Int64[np.ndarray, " k"]:
+    if not len(labels):
+        raise InputError("There are no labels to draw images by: give data with a label for each image.")
+    order = np.argsort(labels, kind="stable")
+    classes, starts = np.unique(labels[order], return_index=True)
+    chosen = []
+    for label, members in zip(classes.tolist(), np.split(order, starts[1:]), strict=True):
+        # A stream for each class: what is drawn from one does not depend on the others.
+        generator = seeded_generator("cpu", seed, "images of a class", draw, label)
+        shuffled = members[torch.randperm(len(members), generator=generator).numpy()]
+        chosen.append(shuffled[: wanted(label, len(members))])
+    return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text("utf-8-sig")
+    except FileNotFoundError:
+        raise InputError(f"The list of images {path} is not there: give a text file with a name a line.") from None
+    except UnicodeDecodeError:
+        raise InputError(f"The list of images {path} is no text in UTF-8: give one with a name a line.") from None
+    except OSError as error:
+        raise InputError(f"The list of images {path} cannot be read ({error.strerror}): give a text file.") from error
+    if "\0" in text:
+        raise InputError(f"The list of images {path} is a binary file: give a text file with a name a line.")
+    lines = [line.strip() for line in text.split("\n")]
+    names = [line.removeprefix("./") for line in lines if line and not line.startswith("#")]
+    if not names:
+        raise InputError(f"The list of images {path} is empty: give a text file with a name a line.")
+    return names
+
+
+def _candidates(lines: Iterable[str], source: ImageSource) -> dict[str, list[tuple[int, str]]]:
+    # Only the names that a line may mean: the others are millions.
+    candidates: dict[str, list[tuple[int, str]]] = {_base_stem(line): [] for line in lines}
+    for index in range(len(source)):
+        name = source.image_name(index)
+        if (stem := _base_stem(name)) in candidates:
+            candidates[stem].append((index, name))
+    return candidates
+
+
+def _best_matches(line: str, candidates: list[tuple[int, str]]) -> list[int]:
+    """The indices that match best: the whole name, then part of its path, then both without their extensions."""
+    rules: tuple[Callable[[str], bool], ...] = (
+        lambda name: name == line,
+        lambda name: _agree(name, line),
+        lambda name: _stem(name) == _stem(line),
+        lambda name: _agree(_stem(name), _stem(line)),
+    )
+    for rule in rules:
+        if found := [index for index, name in candidates if rule(name)]:
+            return found
+    return []
+
+
+def _check_matches(lines: list[str], matches: list[list[int]], path: Path, source: ImageSource) -> None:
+    missing = [line for line, found in zip(lines, matches, strict=True) if not found]
+    if missing:
+        raise InputError(
+            f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
+            "the list that belongs to these data."
+        )
+    first_line: dict[int, str] = {}
+    for line, found in zip(lines, matches, strict=True):
+        if len(found) > 1:
+            names = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in found[:2])
+            raise InputError(f"The name '{line}' in {path} may be {names} of {source.name}: give more of the path.")
+        if found[0] in first_line:
+            raise InputError(
+                f"The list {path} names the image '{source.image_name(found[0])}' twice, as '{first_line[found[0]]}' "
+                f"and as '{line}': remove one of the lines."
+            )
+        first_line[found[0]] = line
+
+
+def _agree(name: str, other: str) -> bool:
+    shorter, longer = sorted((name, other), key=len)
+    return longer == shorter or longer.endswith("/" + shorter.lstrip("/"))
+
+
+def _stem(name: str) -> str:
+    stem, dot, extension = name.rpartition(".")
+    return stem if dot and extension.lower() in IMAGE_EXTENSIONS else name
+
+
+def _base_stem(name: str) -> str:
+    return _stem(name.rpartition("/")[2])

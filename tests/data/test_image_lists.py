@@ -1,0 +1,210 @@
+import os
+
+import numpy as np
+import pytest
+
+from stop_mim.data.image_lists import draw_fraction, draw_per_class, read_image_list
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+
+
+class Named(ImageSource):
+    """A source that has names, and nothing else."""
+
+    def __init__(self, *names):
+        super().__init__("named")
+        self.names = names
+
+    def __len__(self):
+        return len(self.names)
+
+    def image_name(self, index):
+        return self.names[index]
+
+    def read(self, index):
+        raise NotImplementedError
+
+    size = describe = fingerprint = read
+
+
+IMAGENET = Named("n01/n01_5.JPEG", "n01/n01_10.JPEG", "n02/n02_5.JPEG", "n02/deep/n02_7.JPEG")
+
+
+def write_list(tmp_path, content):
+    path = tmp_path / "1percent.txt"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def found(tmp_path, content, source=IMAGENET):
+    return read_image_list(write_list(tmp_path, content), source).tolist()
+
+
+def refusal(path, source=IMAGENET):
+    with pytest.raises(InputError) as error:
+        read_image_list(path, source)
+    message = str(error.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    return message
+
+
+# Lists
+
+
+def test_the_order_is_the_lists(tmp_path):
+    indices = read_image_list(write_list(tmp_path, "n02_5.JPEG\nn01_5.JPEG\n"), IMAGENET)
+    assert indices.tolist() == [2, 0]
+    assert indices.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "n02/deep/n02_7.JPEG",  # the whole name
+        "n02_7.JPEG",  # without its folders
+        "deep/n02_7.JPEG",  # without some of them
+        "train/n02/deep/n02_7.JPEG",  # with more of them
+        "./n02/deep/n02_7.JPEG",
+        "n02/deep/n02_7",  # without extension
+        "n02_7",
+        "n02_7.webp",  # another coding of the image
+        "  n02_7.JPEG\t",
+    ],
+)
+def test_a_line_may_tell_more_or_less_of_the_path(tmp_path, line):
+    assert found(tmp_path, line) == [3]
+
+
+def test_names_without_extension_or_folder_are_found_by_longer_lines(tmp_path):
+    assert found(tmp_path, "dir/b.jpg\n", Named("dir/a", "dir/b")) == [1]
+    assert found(tmp_path, "n01/x.JPEG\n", Named("y.JPEG", "x.JPEG")) == [1]
+
+
+def test_blank_lines_comments_marks_and_line_ends_do_not_matter(tmp_path):
+    content = b"\xef\xbb\xbf# one percent\r\n\r\nn01_10.JPEG\r\n   # done\r\n  n01_5.JPEG"
+    assert found(tmp_path, content) == [1, 0]
+
+
+def test_another_folder_is_another_image(tmp_path):
+    source = Named("cat/1.png", "cat/2.png")
+    assert "1 of the 2 names" in (message := refusal(write_list(tmp_path, "cat/1.png\ndog/2.png\n"), source))
+    assert "'dog/2.png' first" in message
+
+
+def test_the_whole_name_is_preferred_to_a_part_and_the_extension_to_none(tmp_path):
+    assert found(tmp_path, "1.png", Named("cat/1.png", "1.png")) == [1]
+    assert found(tmp_path, "1.png", Named("cat/1.jpg", "cat/1.png")) == [1]
+    assert found(tmp_path, "photo.1", Named("photo.2.png", "photo.1.png")) == [1]
+
+
+def test_names_that_the_data_lack_are_counted(tmp_path):
+    path = write_list(tmp_path, "n01_5.JPEG\nn09_1.JPEG\nn08_1.JPEG\n")
+    assert refusal(path) == (
+        f"2 of the 3 names in {path} are not in named, 'n09_1.JPEG' first: give the list that belongs to these data."
+    )
+
+
+def test_ambiguous_names_are_refused(tmp_path):
+    message = refusal(write_list(tmp_path, "1.png"), Named("cat/1.png", "dog/2.png", "dog/1.png"))
+    assert "'1.png'" in message
+    assert "'cat/1.png' (image 0) and 'dog/1.png' (image 2)" in message
+    assert "(image 0)" in refusal(write_list(tmp_path, "1"), Named("1.png", "1.jpg"))
+
+
+def test_an_image_named_twice_is_refused(tmp_path):
+    message = refusal(write_list(tmp_path, "n01_5.JPEG\nn02_5.JPEG\nn01/n01_5\n"))
+    assert "names the image 'n01/n01_5.JPEG' twice, as 'n01_5.JPEG' and as 'n01/n01_5'" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("\n# only a comment\n", "is empty"),
+        (b"\x89PNG\r\n\x1a\n", "is no text in UTF-8"),
+        (b"n01\0n02", "is a binary file"),
+    ],
+)
+def test_files_without_names_are_refused(tmp_path, content, message):
+    assert message in refusal(write_list(tmp_path, content))
+
+
+def test_files_that_cannot_be_opened_are_refused(tmp_path):
+    assert f"{tmp_path / 'none.txt'} is not there" in refusal(tmp_path / "none.txt")
+    assert "cannot be read (Is a directory)" in refusal(tmp_path)
+
+
+def test_a_list_for_real_parquet_data(real_data, tmp_path):
+    source = open_source(str(real_data("cifar-100") / "test.parquet"))
+    wanted = [9_999, 0, 4_321]
+    lines = [os.path.splitext(source.image_name(index))[0] for index in wanted]
+    assert found(tmp_path, "\n".join(lines), source) == wanted
+
+
+# Draws
+
+LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 3], [200, 50, 7]))
+
+
+def test_a_draw_has_so_many_of_each_class():
+    chosen = draw_per_class(LABELS, 5, seed=0)
+    assert chosen.dtype == np.int64
+    assert np.bincount(LABELS[chosen]).tolist() == [5, 5, 0, 5]
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+
+
+def test_a_fraction_is_of_each_class_and_at_least_one():
+    assert np.bincount(LABELS[draw_fraction(LABELS, 0.1, seed=0)]).tolist() == [20, 5, 0, 1]
+    assert np.bincount(LABELS[draw_fraction(LABELS, 0.001, seed=0)]).tolist() == [1, 1, 0, 1]
+    assert draw_fraction(LABELS, 1.0, seed=0).tolist() == list(range(len(LABELS)))
+    # One percent of ImageNet: 13 images of a class of 1,300.
+    assert np.bincount(LABELS[draw_fraction(LABELS, 13 / 200, seed=0)])[0] == 13
+
+
+def test_draws_differ_and_can_be_repeated():
+    draws = [draw_per_class(LABELS, 5, 0, draw).tolist() for draw in range(5)]
+    assert len({tuple(draw) for draw in draws}) == 5
+    assert draw_per_class(LABELS, 5, 0, 3).tolist() == draws[3]
+    assert draw_per_class(LABELS, 5, 1, 3).tolist() != draws[3]
+    # Golden: a published draw must stay what it was.
+    assert draws[0] == [0, 9, 36, 37, 47, 55, 57, 76, 90, 124, 128, 131, 192, 213, 219]
+
+
+def test_a_larger_draw_holds_the_smaller_ones():
+    small, large = (set(draw_per_class(LABELS, number, 0, 2).tolist()) for number in (2, 7))
+    assert small < large
+    assert set(draw_fraction(LABELS, 0.1, 0, 2).tolist()) < set(draw_fraction(LABELS, 0.2, 0, 2).tolist())
+
+
+def test_what_is_drawn_from_a_class_does_not_depend_on_the_others():
+    without = np.where(LABELS == 1, 9, LABELS)
+    before, after = draw_per_class(LABELS, 5, 0), draw_per_class(without, 5, 0)
+    assert before[LABELS[before] == 0].tolist() == after[LABELS[after] == 0].tolist()
+    assert before[LABELS[before] == 1].tolist() != after[LABELS[after] == 1].tolist()
+
+
+def test_every_image_is_drawn_as_often():
+    labels = np.zeros(10, dtype=np.int64)
+    hits = np.bincount(np.concatenate([draw_per_class(labels, 3, 0, draw) for draw in range(400)]), minlength=10)
+    # 120 each, and a standard deviation of 9.
+    assert np.abs(hits - 120).max() < 40
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: draw_per_class(LABELS, 8, 0), "The class 3 has 7 images, and 8 of each class were asked for"),
+        (lambda: draw_per_class(LABELS, 8, 0, 0, ["a", "b", "c", "d"]), r"The class 3 \(d\) has 7 images"),
+        (lambda: draw_per_class(LABELS, 0, 0), "is 0: give at least 1"),
+        (lambda: draw_fraction(LABELS, 0.0, 0), r"is 0\.0: give a number above 0 and up to 1"),
+        (lambda: draw_fraction(LABELS, 1.5, 0), r"is 1\.5"),
+        (lambda: draw_fraction(LABELS, float("nan"), 0), "is nan"),
+        (lambda: draw_fraction(LABELS[:0], 0.5, 0), "no labels to draw"),
+    ],
+)
+def test_draws_that_cannot_be_made_are_refused(attempt, message):
+    with pytest.raises(InputError, match=message) as error:
+        attempt()
+    assert str(error.value).endswith(".")

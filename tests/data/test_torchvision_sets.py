@@ -1,0 +1,290 @@
+import json
+import pickle
+import urllib.error
+
+import PIL.Image
+import pytest
+import torch
+import torchvision
+
+from stop_mim.data.images import BadImage
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path / ".cache"))
+    monkeypatch.setenv("STOP_MIM_DATA", str(tmp_path / ".data"))
+
+
+def write_image(path, shade=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    PIL.Image.new("RGB", (6, 4), (shade, 0, 0)).save(path)
+
+
+def one_sentence(error):
+    message = str(error.value)
+    assert message.endswith((".", "?"))
+    assert "\n" not in message
+    return message
+
+
+class TinyFake(torchvision.datasets.FakeData):
+    def __init__(self):
+        super().__init__(size=5, image_size=(3, 8, 6), num_classes=3)
+
+
+class SplitFake(torchvision.datasets.VisionDataset):
+    classes = ("ant", "bee")
+
+    def __init__(self, root, split="train", download=False):
+        if split not in ("trainval", "test"):
+            raise ValueError(f"Unknown value '{split}' for argument split.")
+        if not download:
+            raise RuntimeError("Dataset not found.")
+        self.root, self.split, self._labels = root, split, [0, 1, 1]
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError("image file is truncated")
+        return PIL.Image.new("L", (6, 4), index + 10 * (self.split == "test")), self._labels[index]
+
+
+@pytest.fixture
+def own_sets(monkeypatch):
+    for kind in (TinyFake, SplitFake):
+        monkeypatch.setattr(torchvision.datasets, kind.__name__, kind, raising=False)
+
+
+@pytest.mark.usefixtures("own_sets")
+def test_torchvision_fake_data():
+    source = open_source("torchvision:TinyFake")
+    assert len(source) == 5
+    assert source.read(4).shape == (3, 8, 6)
+    assert source.size(4) == (8, 6)
+    assert source.labels["class"].tolist() == [int(TinyFake()[index][1]) for index in range(5)]
+    assert source.fingerprint() == open_source("torchvision:TinyFake").fingerprint()
+    with pytest.raises(IndexError):
+        source.read(5)
+
+
+@pytest.mark.usefixtures("own_sets")
+def test_torchvision_splits_downloads_and_bad_images(tmp_path):
+    train, test = open_source("torchvision:SplitFake"), open_source("torchvision:SplitFake", "test")
+    assert train.class_names == ("ant", "bee")
+    assert train.labels["class"].tolist() == [0, 1, 1]
+    assert int(train.read(1).max()) == 1
+    assert int(test.read(1).max()) == 11
+    assert train.describe(1) == "torchvision:SplitFake[trainval]#1"
+    with pytest.raises(BadImage, match=r"SplitFake\[test\]#2: image file is truncated"):
+        test.read(2)
+    with pytest.raises(BadImage, match="6x4 of more than 3 pixels"):
+        open_source("torchvision:SplitFake", max_pixels=3).read(0)
+    with pytest.raises(InputError, match="no split 'extra'"):
+        open_source("torchvision:SplitFake", "extra")
+
+
+def test_torchvision_names_that_cannot_be_opened(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"no data set 'CIFR100': did you mean CIFAR100") as error:
+        open_source("torchvision:CIFR100")
+    one_sentence(error)
+    with pytest.raises(InputError, match=r"could not be opened .* \("):
+        open_source("torchvision:ImageNet")
+
+    def fail(*_, **__):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(torchvision.datasets.CIFAR100, "download", fail)
+    with pytest.raises(InputError, match=r"CIFAR100 could not be opened .*no network.*STOP_MIM_DATA") as error:
+        open_source("torchvision:CIFAR100")
+    one_sentence(error)
+
+
+def test_torchvision_sets_without_classes_are_refused(monkeypatch):
+    class Video(torchvision.datasets.VisionDataset):
+        def __init__(self):
+            pass
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return torch.zeros(2, 3, 4, 4)
+
+    monkeypatch.setattr(torchvision.datasets, "Video", Video, raising=False)
+    with pytest.raises(InputError, match="does not give pairs of an image and a class"):
+        open_source("torchvision:Video")
+
+
+@pytest.mark.usefixtures("own_sets")
+def test_a_torchvision_set_can_be_pickled():
+    source = open_source("torchvision:TinyFake")
+    copy = pickle.loads(pickle.dumps(source))
+    assert torch.equal(copy.read(0), source.read(0))
+    assert copy.fingerprint() == source.fingerprint()
+    assert copy.name == source.name
+    assert {key: value.tolist() for key, value in copy.labels.items()} == {
+        key: value.tolist() for key, value in source.labels.items()
+    }
+
+
+@pytest.mark.usefixtures("own_sets")
+def test_images_without_paths_are_named_by_their_positions():
+    assert open_source("torchvision:TinyFake").image_name(4) == "4"
+
+
+def test_images_of_a_set_made_of_folders_are_named_by_their_paths(tmp_path, monkeypatch):
+    class Folders(torchvision.datasets.ImageFolder):
+        def __init__(self, root, split="train"):
+            super().__init__(f"{root}/{split}")
+            self.split_folder, self.root = self.root, root
+
+    monkeypatch.setattr(torchvision.datasets, "Folders", Folders, raising=False)
+    for file in ("n01/n01_5.JPEG", "n02/n02_3.JPEG"):
+        write_image(tmp_path / ".data" / "train" / file)
+    source = open_source("torchvision:Folders")
+    assert [source.image_name(index) for index in range(2)] == ["n01/n01_5.JPEG", "n02/n02_3.JPEG"]
+
+
+# Options
+
+
+class Sized(torchvision.datasets.VisionDataset):
+    def __init__(self, root, split="train", small=False, partition=1, size="full", transform=None, download=False):
+        self.small, self.partition, self.size, self.targets = small, partition, size, [0]
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return PIL.Image.new("L", (6, 4)), 0
+
+
+def test_options_reach_the_constructor_with_their_types(monkeypatch):
+    monkeypatch.setattr(torchvision.datasets, "Sized", Sized, raising=False)
+    source = open_source("torchvision:Sized,small=True,partition=3,size=320px")
+    assert (source._dataset.small, source._dataset.partition, source._dataset.size) == (True, 3, "320px")
+    assert source.name == "torchvision:Sized,small=True,partition=3,size=320px"
+    assert open_source("torchvision:Sized,small=false")._dataset.small is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("tiny=true", r"no option 'tiny': choose among small, partition, size\."),
+        ("split=val", r"no option 'split'"),
+        ("transform=x", r"no option 'transform'"),
+        ("small=1", r"option small of torchvision:Sized is '1': give true or false\."),
+        ("partition=two", r"option partition of torchvision:Sized is 'two': give a whole number\."),
+        ("small", r"option 'small' of torchvision:Sized has no value: give it as small=value\."),
+    ],
+)
+def test_options_are_checked(monkeypatch, options, message):
+    monkeypatch.setattr(torchvision.datasets, "Sized", Sized, raising=False)
+    with pytest.raises(InputError, match=message) as error:
+        open_source(f"torchvision:Sized,{options}")
+    one_sentence(error)
+
+
+# Places365, as torchvision lays it out
+
+
+@pytest.fixture
+def places365(tmp_path, monkeypatch):
+    monkeypatch.setattr(torchvision.datasets.Places365, "_check_integrity", lambda *_: True)
+    root = tmp_path / ".data"
+    for folder in ("data_256_standard", "data_large_standard"):
+        for number, file in enumerate(("a/airfield/1.jpg", "z/zen_garden/1.jpg")):
+            write_image(root / folder / file, number)
+    for folder in ("val_256", "val_large"):
+        write_image(root / folder / "Places365_val_00000001.jpg", 9)
+    (root / "categories_places365.txt").write_text("/a/airfield 0\n/z/zen_garden 1\n")
+    (root / "places365_train_standard.txt").write_text("/a/airfield/1.jpg 0\n/z/zen_garden/1.jpg 1\n")
+    (root / "places365_val.txt").write_text("Places365_val_00000001.jpg 1\n")
+    (root / "places365_test.txt").write_text("Places365_test_00000001.jpg\n")
+    return root
+
+
+@pytest.mark.parametrize(("name", "folder"), [("Places365", "large"), ("Places365,small=true", "256")])
+def test_places365_tests_on_its_validation_split_since_test_has_no_labels(places365, name, folder):
+    train, test = open_source(f"torchvision:{name}"), open_source(f"torchvision:{name}", "test")
+    assert train.split == "train-standard"
+    assert train.class_names == ("/a/airfield", "/z/zen_garden")
+    assert train.labels["class"].tolist() == [0, 1]
+    assert [train.image_name(index) for index in range(2)] == ["a/airfield/1.jpg", "z/zen_garden/1.jpg"]
+    assert test.split == "val"
+    assert test.labels["class"].tolist() == [1]
+    assert test.image_name(0) == "Places365_val_00000001.jpg"
+    assert train._dataset.imgs[0][0].startswith(str(places365 / f"data_{folder}_standard"))
+
+
+def test_places365_without_its_images_is_told(places365):
+    (places365 / "val_large" / "Places365_val_00000001.jpg").unlink()
+    with pytest.raises(
+        InputError, match=r"first image of torchvision:Places365 cannot be read .*STOP_MIM_DATA"
+    ) as error:
+        open_source("torchvision:Places365", "test")
+    one_sentence(error)
+
+
+# iNaturalist: torchvision has the archive of training and validation images, and the annotations tell them apart
+
+
+@pytest.fixture
+def inaturalist(tmp_path):
+    root = tmp_path / ".data"
+    names = ["Aves/0/a.jpg", "Aves/0/b.jpg", "Fungi/1/c.jpg"]
+    for shade, file in enumerate(names):
+        write_image(root / "2018" / file, shade)
+    for split, chosen in (("train", [2, 0]), ("val", [1])):
+        content = {
+            "images": [{"id": 10 + number, "file_name": f"train_val2018/{names[number]}"} for number in chosen],
+            "annotations": [{"image_id": 10 + number, "category_id": number // 2} for number in chosen],
+            "categories": [{"id": 0, "name": "bird"}, {"id": 1, "name": "fungus"}],
+        }
+        (root / f"{split}2018.json").write_text(json.dumps(content))
+    return root
+
+
+@pytest.mark.usefixtures("inaturalist")
+@pytest.mark.parametrize("name", ["torchvision:INaturalist", "torchvision:INaturalist,version=2018"])
+def test_inaturalist_takes_its_splits_from_the_annotations(name):
+    train, test = open_source(name), open_source(name, "test")
+    assert [train.image_name(index) for index in range(2)] == ["Fungi/1/c.jpg", "Aves/0/a.jpg"]
+    assert train.labels["class"].tolist() == [1, 0]
+    assert [test.image_name(index) for index in range(len(test))] == ["Aves/0/b.jpg"]
+    assert test.labels["class"].tolist() == [0]
+    assert test.class_names == ("bird", "fungus")
+    assert train.name == name
+
+
+def test_inaturalist_without_annotations_images_or_with_other_options(inaturalist, monkeypatch):
+    with pytest.raises(InputError, match="has no option 'target_type': give version alone") as error:
+        open_source("torchvision:INaturalist,target_type=super")
+    one_sentence(error)
+    with pytest.raises(InputError, match="Unknown value '2020' for argument version"):
+        open_source("torchvision:INaturalist,version=2020")
+    downloads = []
+
+    def fail(dataset):
+        downloads.append(dataset.version)
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(torchvision.datasets.INaturalist, "download", fail)
+    (inaturalist / "2018").rename(inaturalist / "away")
+    with pytest.raises(InputError, match=r"INaturalist could not be opened .*no network") as error:
+        open_source("torchvision:INaturalist")
+    one_sentence(error)
+    assert downloads == ["2018"]
+    for split in ("train", "val"):
+        (inaturalist / f"{split}2018.json").unlink()
+    with pytest.raises(
+        InputError, match=r"has neither train2018\.json nor val2018\.json in .*: put the annot"
+    ) as error:
+        open_source("torchvision:INaturalist")
+    one_sentence(error)
+    assert downloads == ["2018"]
