@@ -161,6 +161,8 @@ class StochasticPositions(Positions):
         # In a tuple, so that the layer is not registered here a second time.
         self._projection = (projection,)
         self.covariance = make_covariance(covariance, base.dim, projection)
+        # An A of its own that never meets noise would wait for a gradient that cannot come.
+        self.covariance.requires_grad_(apply_to != "none")
         self.apply_to, self.convention = apply_to, convention
         self.adds_mask_token = convention == "paper"
         self._sigma_at = sigma if callable(sigma) else None
@@ -189,9 +191,11 @@ class StochasticPositions(Positions):
         self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
     ) -> Tensor:
         """Positions for masked or context tokens: with noise where it applies, in training mode only."""
-        if self.training and not self._silent and self._applies_to(tokens):
-            return self.sample(indices, tokens=tokens, generator=generator)
-        return self.mean(indices, tokens=tokens)
+        if not (self.training and self._applies_to(tokens)):
+            return self.mean(indices, tokens=tokens)
+        if self._silent:
+            return self._silent_sample(indices, tokens)
+        return self.sample(indices, tokens=tokens, generator=generator)
 
     def mean(self, indices: Tensor, *, tokens: Tokens = "masked") -> Tensor:
         """The positions without noise."""
@@ -228,6 +232,14 @@ class StochasticPositions(Positions):
             f"sigma={self.sigma:g}, apply_to={self.apply_to}, covariance={self.covariance.name}, "
             f"convention={self.convention}"
         )
+
+    def _silent_sample(self, indices: Tensor, tokens: Tokens) -> Tensor:
+        positions = self.mean(indices, tokens=tokens)
+        for parameter in self.covariance.parameters():
+            # The sum of nothing is +0, which changes no bit; with it the gradient of A is zero and not missing, as
+            # DistributedDataParallel wants it of everything that learns.
+            positions = positions - parameter.flatten()[:0].sum()
+        return positions
 
     def _applies_to(self, tokens: Tokens) -> bool:
         _check_choice("tokens", tokens, ("masked", "context"))

@@ -1,6 +1,7 @@
 """What a run is, as frozen data: every field has a docstring, which the command line shows as its help.
 
-Groups that change results come first; `speed`, `log` and `checkpoint` only change how fast and how visible it is.
+Groups that change results come first; `speed`, `log`, `probe` and `checkpoint` only change how fast and how visible
+it is.
 """
 
 import dataclasses
@@ -198,6 +199,40 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class ProbeConfig:
+    """Labelled images that tell, while it trains, what the features are good for; the encoder learns nothing from them.
+
+    They are kept in memory, resized to little more than the training size: of more than 4 GiB a part that the seed chooses.
+    """
+
+    data: str | None = None
+    """Labelled data set by name: its train split teaches the probe, its test split is scored; not given: no probe."""
+    label: str = "auto"
+    """Which of its labels, if they are whole numbers: class, count …; auto: class if there is one, else the first."""
+    batch_size: int = 256
+    """Labelled images at a time."""
+    every_steps: int = 4
+    """Steps between two batches of labelled images."""
+    score_every_steps: int = 500
+    """Steps between two scores; the last step is always scored."""
+    lr: float = 1e-3
+    """Learning rate of the linear probe (AdamW), which stays as it is."""
+    neighbours: int = 20
+    """Nearest neighbours that vote for a class."""
+    memory: int = 4096
+    """Newest labelled images among which neighbours are looked for."""
+    test_images: int = 2000
+    """Images of the test split that are scored, at most."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "score_every_steps", "neighbours", "memory", "test_images"):
+            _require(self, "probe", name, getattr(self, name) > 0, "give a number above zero")
+        _require(self, "probe", "batch_size", self.batch_size > 1, "give a number above one")
+        _require(self, "probe", "lr", 0 < self.lr < math.inf, "give a number above zero")
+        _require(self, "probe", "neighbours", self.neighbours <= self.memory, "it must not be above probe.memory")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When the run is saved, and what is kept."""
 
@@ -235,6 +270,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks, any_rank, broadcast, process_group, share, wait_for_all
 from stop_mim.training.health import HealthMonitor, HealthSigns, measure_health
 from stop_mim.training.interruption import Interruption, catch_interruption
+from stop_mim.training.online_probe import OnlineProbe, ProbeData, make_probe, open_probe_data
 from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import ScheduledValues, values_at
@@ -120,6 +121,8 @@ class Run:
             raise InputError(
                 "data is not given: add --data with a folder, a parquet file or another name of a data set."
             )
+        probe = config.probe
+        probe_data = None if probe.data is None else open_probe_data(probe.data, probe.label)
         source = open_source(config.data)
         self.data_fingerprint = source.fingerprint()
         self.loader = self._open_loader(source, build_augment(config, encoder))
@@ -136,6 +139,8 @@ class Run:
         if config.speed.compile:
             compile_blocks(self.objective)
         self.model = share(self.objective, ranks)
+        self.probe = self._make_probe(probe_data)
+        self.probe_fingerprint = None if probe_data is None else probe_data.fingerprint
         self.step, self.not_finite, self.not_finite_in_a_row = 0, 0, 0
         self.monitor = HealthMonitor()
         self._pending = _Interval()
@@ -157,6 +162,29 @@ class Run:
             progress=lambda done, total: self.display.update("decoding images", done, total),
         )
 
+    def _make_probe(self, data: ProbeData | None) -> OnlineProbe | None:
+        """The probe, which only the main process has; the others wait for its images, or fail as it does."""
+        if data is None:
+            return None
+        probe, complaint = None, None
+        if self.ranks.is_main:
+            try:
+                probe = make_probe(
+                    self.config.probe,
+                    data,
+                    self.objective.target,
+                    self.ranks.device,
+                    self.config.seed,
+                    self.folder.bad_images_file,
+                    progress=lambda done, total: self.display.update("decoding labelled images", done, total),
+                )
+            except InputError as error:
+                complaint = str(error)
+        complaint = broadcast(complaint, self.ranks)
+        if complaint is not None:
+            raise InputError(complaint)
+        return probe
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go to the state of a checkpoint."""
         state = checkpoint.state
@@ -175,6 +203,16 @@ class Run:
         self.step, self.not_finite = checkpoint.step, state["not_finite"]
         self.not_finite_in_a_row = state["not_finite_in_a_row"]
         self.monitor.first = None if state["first_health"] is None else HealthSigns(**state["first_health"])
+        # Checkpoints of earlier versions have neither these losses nor a probe.
+        self._pending.losses = list(state.get("pending_losses", []))
+        if self.probe is not None and state.get("probe_fingerprint") == self.probe_fingerprint:
+            self.probe.restore(checkpoint)
+        elif self.probe is not None:
+            self.display.say(
+                f"The checkpoint of step {checkpoint.step} has no probe of '{self.config.probe.data}' as it is now: the probe "
+                "starts anew.",
+                style="yellow",
+            )
 
     def train(self) -> TrainResult:
         """Every step from here to the end, to an interruption or to a divergence."""
@@ -193,7 +231,7 @@ class Run:
     def _train_until(self, end: int, interruption: Interruption) -> None:
         images = self.loader.batches(self.order, self.step * self.batches_per_step)
         autocast = autocast_for(self.config.speed.precision, self.ranks.device)
-        self._pending.restart()
+        self._pending.restart_clock()
         while self.step < end:
             values = values_at(self.step, self.steps_per_epoch, self.config.optim)
             self.objective.predictor.positions.set_step(self.step)
@@ -215,7 +253,7 @@ class Run:
             self.step += 1
             self._judge(outcome)
             if self.ranks.is_main:
-                self._report(outcome, values, batches[0][0], end)
+                self._report(outcome, values, batches[0][0], end, self._probe_features(autocast))
             stopping = any_rank(bool(interruption), self.ranks)
             if stopping or self.step == end or self._saves_here():
                 self.save()
@@ -245,32 +283,53 @@ class Run:
                 "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint holds none of it."
             )
 
-    def _report(self, outcome: StepOutcome, values: ScheduledValues, images: Tensor, end: int) -> None:
-        config, pending = self.config.log, self._pending
+    def _probe_features(self, autocast: AbstractContextManager[Any]) -> dict[str, float]:
+        """Let the probe learn, and be scored, where it is its turn: a function of the step alone."""
+        config, probe, encoder = self.config.probe, self.probe, self.objective.target
+        if probe is None:
+            return {}
+        if self.step % config.every_steps == 0:
+            probe.learn(encoder, self.step // config.every_steps, autocast)
+        scored = self.step % config.score_every_steps == 0 or self.step == self.total_steps
+        return probe.score(encoder, autocast) if scored else {}
+
+    def _report(
+        self, outcome: StepOutcome, values: ScheduledValues, images: Tensor, end: int, scores: dict[str, float]
+    ) -> None:
+        log, pending = self.config.log, self._pending
         pending.add(outcome)
-        signs: dict[str, float] = {}
-        if self.step == 1 or self.step % config.health_every_steps == 0 or self.step == end:
-            health = measure_health(self.objective, images)
-            signs = {f"health/{name}": value for name, value in asdict(health).items()}
-            for warning in self.monitor.warnings(health):
-                self._warn(warning)
-            pending.health = f"RankMe {health.rankme:.0f} |A| {health.A_norm:.2g} |m̃| {health.mask_token_norm:.2g}"
-        if signs or self.step % config.every_steps == 0 or self.step == end:
-            rate = len(pending) * self.config.optim.batch_size / pending.seconds()
-            measured = {
-                "epoch": self.step / self.steps_per_epoch,
-                "loss": pending.mean_loss(),
-                "gradient_norm": outcome.gradient_norm,
-                "images_per_second": rate,
-                "not_finite": self.not_finite,
-                "sigma": getattr(self.objective.predictor.positions, "sigma", 0.0),
-                **asdict(values),
-                **signs,
-            }
-            self.folder.record(self.step, measured)
-            text = f"{rate:,.0f} images/s loss {pending.mean_loss():.4f} {pending.health}"
-            self.display.update("training", self.step, end, text)
+        if scores:
+            pending.scores = f"probe {scores['probe/linear_top1']:.1f} kNN {scores['probe/knn_top1']:.1f}"
+        looks = self.step == 1 or self.step % log.health_every_steps == 0 or self.step == self.total_steps
+        signs = self._look_at_health(images) if looks or self.step == end else {}
+        due = looks or bool(scores) or self.step % log.every_steps == 0
+        if not due and self.step != end:
+            return
+        rate = len(pending) * self.config.optim.batch_size / pending.seconds()
+        measured = {
+            "epoch": self.step / self.steps_per_epoch,
+            "loss": pending.mean_loss(),
+            "gradient_norm": outcome.gradient_norm,
+            "images_per_second": rate,
+            "not_finite": self.not_finite,
+            "sigma": getattr(self.objective.predictor.positions, "sigma", 0.0),
+            **asdict(values),
+            **signs,
+            **scores,
+        }
+        self.folder.record(self.step, measured)
+        text = f"{rate:,.0f} images/s loss {pending.mean_loss():.4f} {pending.health} {pending.scores}"
+        self.display.update("training", self.step, end, text)
+        # The line of a run that stops early is one more: the next one is the mean that it would have been without it.
+        if due:
             pending.restart()
+
+    def _look_at_health(self, images: Tensor) -> dict[str, float]:
+        health = measure_health(self.objective, images)
+        for warning in self.monitor.warnings(health):
+            self._warn(warning)
+        self._pending.health = f"RankMe {health.rankme:.0f} |A| {health.A_norm:.2g} |m̃| {health.mask_token_norm:.2g}"
+        return {f"health/{name}": value for name, value in asdict(health).items()}
 
     def _announce(self, end: int) -> None:
         config = self.config
@@ -284,6 +343,8 @@ class Run:
             f"encoder    {parameters:.1f} M parameters, {rows}x{columns} patches",
             f"steps      {self.step} to {end} of {self.total_steps}, {self.steps_per_epoch} an epoch, on {self.ranks.device}",
         ]
+        if self.probe is not None:
+            lines.append(f"probe      {config.probe.data}; {self.probe.description}")
         for line in lines:
             self.display.say(line)
             self.folder.log(line)
@@ -303,8 +364,11 @@ class Run:
                 "not_finite": self.not_finite,
                 "not_finite_in_a_row": self.not_finite_in_a_row,
                 "first_health": None if self.monitor.first is None else asdict(self.monitor.first),
+                "pending_losses": self._pending.losses,
+                "probe_fingerprint": self.probe_fingerprint,
             }
             tensors = collect_tensors(self.objective, self.optimiser)
+            tensors |= {} if self.probe is None else self.probe.tensors()
             folder, config = self.folder.checkpoints, self.config.checkpoint
             save_checkpoint(Checkpoint(self.step, tensors, state), checkpoint_path(folder, self.step))
             save_encoder(self.objective.target, self.folder.encoder_file)
@@ -314,29 +378,32 @@ class Run:
 
 
 class _Interval:
-    """Losses and time since the last line of metrics."""
+    """Losses and time since the last line of metrics; the losses go into checkpoints, the time does not."""
 
     def __init__(self) -> None:
-        self.health = ""
+        self.health, self.scores = "", ""
         self.last_loss = float("nan")
         self.restart()
 
     def restart(self) -> None:
-        self._losses: list[float] = []
+        self.losses: list[float] = []
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
         self._steps = 0
         self._since = time.perf_counter()
 
     def add(self, outcome: StepOutcome) -> None:
         self._steps += 1
         if outcome.updated:
-            self._losses.append(outcome.loss)
+            self.losses.append(outcome.loss)
             self.last_loss = outcome.loss
 
     def __len__(self) -> int:
         return self._steps
 
     def mean_loss(self) -> float:
-        return sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
 
     def seconds(self) -> float:
         return max(time.perf_counter() - self._since, 1e-9)

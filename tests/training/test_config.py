@@ -21,6 +21,7 @@ from stop_mim.training.config import (
     OptimConfig,
     PositionsConfig,
     PredictorConfig,
+    ProbeConfig,
     SpeedConfig,
     TrainConfig,
     from_json,
@@ -37,10 +38,22 @@ GROUPS = {
     "speed": SpeedConfig,
     "log": LogConfig,
     "checkpoint": CheckpointConfig,
+    "probe": ProbeConfig,
 }
 
 # Another value than the default for every field of every group.
 OTHER = {
+    "probe": {
+        "data": "labelled",
+        "label": "class",
+        "batch_size": 64,
+        "every_steps": 2,
+        "score_every_steps": 50,
+        "lr": 0.01,
+        "neighbours": 10,
+        "memory": 512,
+        "test_images": 100,
+    },
     "encoder": {
         "size": "tiny",
         "image_size": (64, 96),

@@ -7,15 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
+from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, tiny_objective, write_colours, write_images
 
 import stop_mim
 from stop_mim.errors import InputError
-from stop_mim.training.config import SpeedConfig, to_json
+from stop_mim.masking import MultiBlockMasks
+from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig, to_json
 from stop_mim.training.distributed import any_rank, broadcast, choose_device, process_group, reduce_mean, share
 from stop_mim.training.run_folder import read_metrics
 
 TOTAL, MID_EPOCH = 36, 17
+
+# Covariances with an A of their own that gets no noise: never, or not in the first step.
+SILENT = {
+    "nowhere": PositionsConfig(apply_to="none", covariance="untied"),
+    "zero": PositionsConfig(sigma=0.0, covariance="diagonal"),
+    "at first": PositionsConfig(sigma_start=0.0, covariance="low_rank(2)"),
+    "in the context": PositionsConfig(sigma_start=0.0, apply_to="context", covariance="untied"),
+}
+SILENT_STEPS = 3
 
 SCRIPT = """
 import io, os, sys
@@ -52,6 +62,7 @@ def remember(self):
     result = real_train(self)
     indices = [self.order.indices(batch) for batch in range(self.order.batches_per_epoch)]
     seen.update(weights=self.objective.state_dict(), indices=torch.cat(indices), n_images=self.order.n_images)
+    seen["probes"] = self.probe is not None
     return result
 
 real_forward, IJEPA.forward = IJEPA.forward, forward
@@ -68,6 +79,9 @@ with distributed.process_group("cpu") as ranks:
     torch.save(seen, folder / f"rank{rank}.pt")
     loop.train(replace(config, out=runs[1], stop_after_steps=int(sys.argv[2])), console=quiet)
     loop.resume(runs[1], console=quiet)
+    for file in sorted((folder / "silent").iterdir()):
+        loop.train(replace(from_json(file.read_text()), out=str(folder / "silent runs" / file.stem)), console=quiet)
+        torch.save(seen["weights"], folder / f"{file.stem}.rank{rank}.pt")
 """
 
 
@@ -78,8 +92,13 @@ def run(tmp_path_factory):
     data = write_images(folder / "images", count=100)
     # A bad image is listed by each process, which must not make the folder look used to the other.
     (data / "040.png").write_bytes(b"broken")
-    config = tiny_config(data, speed=SpeedConfig("cpu", batch_size_per_device=2, workers=0))
-    (folder / "wanted.json").write_text(to_json(config))
+    speed = SpeedConfig("cpu", batch_size_per_device=2, workers=0)
+    probe = ProbeConfig(str(write_colours(folder / "colours")), batch_size=8, every_steps=3, score_every_steps=8)
+    (folder / "wanted.json").write_text(to_json(tiny_config(data, speed=speed, probe=probe)))
+    (folder / "silent").mkdir()
+    for name, positions in SILENT.items():
+        config = tiny_config(data, speed=speed, positions=positions, stop_after_steps=SILENT_STEPS)
+        (folder / "silent" / f"{name}.json").write_text(to_json(config))
     (folder / "script.py").write_text(SCRIPT)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stop_mim.__path__[0]).parent)}
@@ -157,6 +176,51 @@ def test_a_run_of_two_processes_is_resumed_bit_for_bit(run):
     folder, _ = run
     assert_same_checkpoint(checkpoint_at(folder / "whole", TOTAL), checkpoint_at(folder / "parts", TOTAL))
     assert [line["step"] for line in read_metrics(folder / "parts")] == list(range(1, TOTAL + 1))
+
+
+def test_the_first_process_probes_and_the_other_does_not(run):
+    folder, seen = run
+    assert [one["probes"] for one in seen] == [True, False]
+    scored = {
+        line["step"]: line["probe/linear_top1"] for line in read_metrics(folder / "whole") if "probe/loss" in line
+    }
+    assert list(scored) == [8, 16, 24, 32, 36]
+    assert scored == {
+        line["step"]: line["probe/linear_top1"] for line in read_metrics(folder / "parts") if "probe/loss" in line
+    }
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_an_A_that_gets_no_noise_keeps_no_process_waiting(run, case):
+    folder, _ = run
+    weights = [torch.load(folder / f"{case}.rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    saved = checkpoint_at(folder / "silent runs" / case, SILENT_STEPS)
+    assert all(torch.equal(tensor, saved.tensors[f"model.{name}"]) for name, tensor in weights[0].items())
+    (own,) = [name for name in weights[0] if name.startswith("predictor.positions.covariance.")]
+    learned = f"optimiser.exp_avg.{own}" in saved.tensors
+    assert learned == (case != "nowhere")
+    if learned:
+        assert (saved.tensors[f"optimiser.exp_avg.{own}"].abs().sum() > 0) == (case != "zero")
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_what_learns_has_a_gradient_whether_there_is_noise_or_not(case):
+    objective = tiny_objective(positions=SILENT[case])
+    positions = objective.predictor.positions
+    indices = torch.arange(16)[None]
+    assert positions.sigma == 0 or case == "nowhere"
+    for tokens in ("masked", "context"):
+        mean = positions.base(indices)
+        assert torch.equal(positions(indices, tokens=tokens).view(torch.int32), mean.view(torch.int32))
+    generator = torch.Generator().manual_seed(0)
+    images, masks = torch.randn(2, 3, 32, 32, generator=generator), MultiBlockMasks(4).sample(2, generator=generator)
+    objective(images, masks, generator).backward()
+    learned = {name: parameter for name, parameter in objective.named_parameters() if parameter.requires_grad}
+    assert all(parameter.grad is not None for parameter in learned.values())
+    own = [parameter for name, parameter in learned.items() if "covariance" in name]
+    assert len(own) == (case != "nowhere")
+    assert all(not parameter.grad.any() for parameter in own)
 
 
 def test_a_process_alone_needs_no_group(monkeypatch):

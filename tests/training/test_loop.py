@@ -5,8 +5,11 @@ import itertools
 import json
 import math
 import os
+import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from tiny_run import CPU, assert_same_checkpoint, checkpoint_at, tiny_config, wr
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import load_encoder
 from stop_mim.models.ijepa import IJEPA
-from stop_mim.training.checkpoint import checkpoints_in
+from stop_mim.training import loop
+from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
 from stop_mim.training.config import (
     CheckpointConfig,
     LogConfig,
@@ -126,6 +130,73 @@ def test_what_was_logged_and_saved_how_often_changes_nothing(tmp_path):
     losses = [line["loss"] for line in read_metrics(tmp_path / "a")]
     assert lines[1]["loss"] == pytest.approx(sum(losses[1:10]) / 9)
     assert list((tmp_path / "b" / "tensorboard").iterdir())
+
+
+class Killed(BaseException):
+    """What no part of the run catches."""
+
+
+def disturb(monkeypatch, step=None, kind=None):
+    """A clock that moves by a second in each step, and a disturbance in the step of that number."""
+    now, real = [0], loop.training_step
+
+    def disturbed(*arguments):
+        now[0] += 1
+        if now[0] == step and kind == "killed":
+            raise Killed
+        if now[0] == step and kind == "asked to stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(loop, "training_step", disturbed)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+
+@pytest.mark.parametrize("kind", ["killed", "asked to stop"])
+def test_a_line_of_measurements_is_the_mean_it_would_have_been(tmp_path, monkeypatch, kind):
+    # Lines at 1, 5, 10, 15, 20 and 21, checkpoints at 7, 14 and 21: each line after a resume is half in the past.
+    groups = {"log": LogConfig(5, 1000, False), "checkpoint": CheckpointConfig(7)}
+    with monkeypatch.context() as patch:
+        disturb(patch)
+        run(tiny_config(out=tmp_path / "whole", **groups))
+    for step in (9, 10):
+        with monkeypatch.context() as patch:
+            disturb(patch, step, kind)
+            ends = pytest.raises(Killed) if kind == "killed" else nullcontext()
+            with ends:
+                go_on(tmp_path / "parts") if step > 9 else run(tiny_config(out=tmp_path / "parts", **groups))
+    with monkeypatch.context() as patch:
+        disturb(patch)
+        go_on(tmp_path / "parts")
+    assert [line["step"] for line in read_metrics(tmp_path / "whole")] == [1, 5, 10, 15, 20, 21]
+    # The speed too: the steps before an interruption are not counted in the time after it.
+    assert read_metrics(tmp_path / "parts") == read_metrics(tmp_path / "whole")
+    assert {line["images_per_second"] for line in read_metrics(tmp_path / "parts")} == {8.0}
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
+
+
+def test_the_line_of_a_run_that_stops_early_is_one_more(tmp_path):
+    log = LogConfig(6, 1000, False)
+    run(tiny_config(out=tmp_path / "whole", log=log))
+    run(tiny_config(out=tmp_path / "parts", log=log, stop_after_steps=MID_EPOCH))
+    losses = [line["loss"] for line in read_metrics(tmp_path / "parts")]
+    go_on(tmp_path / "parts")
+    whole, parts = comparable(tmp_path / "whole"), comparable(tmp_path / "parts")
+    assert [line["step"] for line in parts] == [1, 6, MID_EPOCH, 12, 18, 21]
+    assert [line for line in parts if line["step"] != MID_EPOCH] == whole
+    assert [line["loss"] for line in parts][:3] == losses
+
+
+def test_checkpoints_from_before_losses_were_kept_in_them_can_be_continued(tmp_path):
+    run(tiny_config(out=tmp_path / "whole"))
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
+    newest = RunFolder(tmp_path / "run").newest_checkpoint()
+    saved = read_checkpoint(newest)
+    state = {name: value for name, value in saved.state.items() if name not in ("pending_losses", "probe_fingerprint")}
+    assert len(state) == len(saved.state) - 2
+    save_checkpoint(replace(saved, state=state), newest)
+    go_on(tmp_path / "run")
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
 
 
 def test_a_run_goes_on_from_its_start_if_it_has_no_checkpoint(tmp_path):

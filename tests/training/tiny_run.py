@@ -52,6 +52,23 @@ def write_images(folder, count=56, sizes=((36, 36),)):
     return folder
 
 
+COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40)}
+
+
+def write_colours(folder, splits=(("train", 12), ("test", 4)), sizes=((36, 36),)):
+    """A labelled data set whose classes are colours: any encoder tells them apart, trained or not."""
+    random = np.random.default_rng(0)
+    for split, per_class in splits:
+        for name, colour in COLOURS.items():
+            (folder / split / name).mkdir(parents=True)
+            for number in range(per_class):
+                noisy = np.clip(random.normal(colour, 30, (6, 6, 3)), 0, 255).astype(np.uint8)
+                height, width = sizes[number % len(sizes)]
+                image = PIL.Image.fromarray(noisy).resize((width, height))
+                image.save(folder / split / name / f"{number:03d}.png")
+    return folder
+
+
 def checkpoint_at(folder, step) -> Checkpoint:
     return read_checkpoint(checkpoint_path(Path(folder) / "checkpoints", step))
 
