@@ -1,0 +1,370 @@
+"""Videos with numbered objects: a folder in DAVIS's layout, or the package's own drawn clips.
+
+A mask holds object numbers, 0 is the background. As in DAVIS's own evaluation the objects of a video are 1 to the highest
+number in its first mask, and void pixels (255) are background.
+"""
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import PIL.Image
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from stop_mim.data.folders import sub_folders
+from stop_mim.data.image_source import digest
+from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, decode_image, image_size, quieten_pillow
+from stop_mim.data.scenes import RENDERER_VERSION, SMALLEST_SIZE, SceneVideo, render_video
+from stop_mim.errors import InputError
+from stop_mim.files import write_atomically
+
+VOID = 255
+LAYOUT = "JPEGImages/480p/SEQUENCE/00000.jpg and Annotations/480p/SEQUENCE/00000.png"
+
+# The yearly lists first, the newer before the older; the first release had a list for each resolution.
+_LIST_FOLDERS = ("2017", "2016", "480p", "1080p", ".")
+_RESOLUTIONS = ("480p", "Full-Resolution", "1080p")
+_SCENE_OPTIONS = {"count": 10, "size": 128, "frames": 24, "seed": 0}
+_LEAST = {"count": 1, "size": SMALLEST_SIZE, "frames": 1, "seed": 0}
+
+
+class Video(ABC):
+    """Frames in order, of one size, and the masks that are known of them; the first always is."""
+
+    name: str
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def frame(self, index: int) -> UInt8[Tensor, "3 height width"]:
+        """The frame as RGB."""
+
+    @abstractmethod
+    def has_mask(self, index: int) -> bool:
+        """Whether the ground truth has a mask of this frame."""
+
+    @abstractmethod
+    def mask(self, index: int) -> UInt8[Tensor, "height width"] | None:
+        """The objects' numbers, or nothing where the ground truth has no mask."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A short hexadecimal name of the contents: it changes when they change."""
+
+    def frame_name(self, index: int) -> str:
+        """The name of the frame's files, without their ending."""
+        return f"{index:05d}"
+
+    @cached_property
+    def objects(self) -> tuple[int, ...]:
+        """The numbers of the objects."""
+        return tuple(range(1, int(self.first_mask().max()) + 1))
+
+    def first_mask(self) -> UInt8[Tensor, "height width"]:
+        """The mask that a method may see."""
+        mask = self.mask(0)
+        if mask is None or not mask.any():
+            raise InputError(
+                f"The first mask of the video '{self.name}' shows no object: number every object there, since a method "
+                "learns from it what to follow."
+            )
+        return mask
+
+
+class FolderVideo(Video):
+    """A folder of frames and a folder of masks with the same names."""
+
+    def __init__(self, name: str, frame_folder: Path, mask_folder: Path, max_pixels: int = MAX_PIXELS) -> None:
+        self.name = name
+        self.mask_folder = mask_folder
+        self.max_pixels = max_pixels
+        self.frame_paths = _frame_paths(frame_folder)
+        if not self.frame_paths:
+            raise InputError(
+                f"The sequence '{name}' has no frames in {frame_folder}: put them there as 00000.jpg and so on."
+            )
+        if not self.has_mask(0):
+            raise InputError(
+                f"The sequence '{name}' has no first mask: put it where it is expected, in {self.mask_path(0)}."
+            )
+
+    def __len__(self) -> int:
+        return len(self.frame_paths)
+
+    def frame_name(self, index: int) -> str:
+        """The name of the frame's files, without their ending."""
+        return self.frame_paths[index].stem
+
+    def mask_path(self, index: int) -> Path:
+        """Where the mask of a frame is expected."""
+        return self.mask_folder / f"{self.frame_name(index)}.png"
+
+    def has_mask(self, index: int) -> bool:
+        """Whether the ground truth has a mask of this frame."""
+        return self.mask_path(index).is_file()
+
+    def frame(self, index: int) -> UInt8[Tensor, "3 height width"]:
+        """The frame as RGB."""
+        path = self.frame_paths[index]
+        try:
+            return decode_image(path.read_bytes(), str(path), self.max_pixels)
+        except (BadImage, OSError) as error:
+            raise _unreadable(path, error) from error
+
+    def mask(self, index: int) -> UInt8[Tensor, "height width"] | None:
+        """The objects' numbers, or nothing where the ground truth has no mask; void is background."""
+        if not self.has_mask(index):
+            return None
+        path = self.mask_path(index)
+        mask = read_mask(path, self.max_pixels)
+        size = self._frame_size(index)
+        if tuple(mask.shape) != size:
+            raise InputError(
+                f"{path} has {mask.shape[1]}x{mask.shape[0]} pixels and its frame has {size[1]}x{size[0]}: give masks of "
+                "the size of the frames."
+            )
+        return mask.masked_fill_(mask == VOID, 0)
+
+    def fingerprint(self) -> str:
+        """Depends on the names of all files, their sizes and the times they were changed."""
+        return digest(self._states())
+
+    def _frame_size(self, index: int) -> tuple[int, int]:
+        path = self.frame_paths[index]
+        try:
+            with path.open("rb") as file:
+                return image_size(file, str(path))
+        except (BadImage, OSError) as error:
+            raise _unreadable(path, error) from error
+
+    def _states(self) -> Iterator[object]:
+        masks = [self.mask_path(index) for index in range(len(self)) if self.has_mask(index)]
+        yield self.name
+        for path in (*self.frame_paths, *masks):
+            state = os.stat(path)
+            yield from (path.name, state.st_size, state.st_mtime_ns)
+
+
+class SceneClip(Video):
+    """One drawn clip, rendered when it is first looked at."""
+
+    def __init__(self, index: int, frames: int, size: int, seed: int) -> None:
+        self.name = f"scene-{index:03d}"
+        self._frames = frames
+        self._arguments = (index, frames, size, seed)
+
+    def __len__(self) -> int:
+        return self._frames
+
+    def frame(self, index: int) -> UInt8[Tensor, "3 height width"]:
+        """The frame as RGB."""
+        return self._clip.frames[index]
+
+    def has_mask(self, index: int) -> bool:
+        """Always: what is drawn is known."""
+        return True
+
+    def mask(self, index: int) -> UInt8[Tensor, "height width"]:
+        """The objects' numbers."""
+        return self._clip.masks[index]
+
+    def fingerprint(self) -> str:
+        """Depends on the options and on the way of drawing."""
+        return digest([RENDERER_VERSION, *self._arguments])
+
+    @cached_property
+    def _clip(self) -> SceneVideo:
+        index, frames, size, seed = self._arguments
+        return render_video(index, frames, size, seed)
+
+
+class VideoSet(Sequence[Video]):
+    """The videos of one name and split."""
+
+    def __init__(self, name: str, videos: Sequence[Video]) -> None:
+        self.name = name
+        self.videos = tuple(videos)
+
+    def __len__(self) -> int:
+        return len(self.videos)
+
+    @overload
+    def __getitem__(self, index: int) -> Video: ...
+    @overload
+    def __getitem__(self, index: slice) -> "VideoSet": ...
+    def __getitem__(self, index: int | slice) -> "Video | VideoSet":
+        return VideoSet(self.name, self.videos[index]) if isinstance(index, slice) else self.videos[index]
+
+    def fingerprint(self) -> str:
+        """A short hexadecimal name of the contents: it changes when they change."""
+        return digest(part for video in self.videos for part in (video.name, video.fingerprint()))
+
+
+def open_videos(name: str, split: str = "val") -> VideoSet:
+    """The videos of a folder in DAVIS's layout, or scenes[:count=…,size=…,frames=…,seed=…].
+
+    A folder's ImageSets choose the sequences of the split, those of 2017 before those of 2016 (split="2016/val" names one);
+    without such lists all sequences are taken. Drawn clips are the same for each split, since nothing is trained on them.
+    """
+    kind, _, options = name.partition(":")
+    if kind == "scenes":
+        chosen = _scene_options(options)
+        count = chosen.pop("count")
+        return VideoSet(name, [SceneClip(index, **chosen) for index in range(count)])
+    folder = Path(name).expanduser()
+    # The empty name would be the current folder.
+    if not name or not folder.is_dir():
+        raise InputError(f"There are no videos '{name}': give a folder with {LAYOUT}, or scenes.")
+    resolution = _resolution(folder)
+    frames, masks = folder / "JPEGImages" / resolution, folder / "Annotations" / resolution
+    sequences = _listed_sequences(folder, split) or sub_folders(frames)
+    videos = [FolderVideo(sequence, frames / sequence, masks / sequence) for sequence in sequences]
+    for video in videos:
+        # Looked at now, so that a video without objects does not end an evaluation in its middle.
+        video.first_mask()
+    return VideoSet(name, videos)
+
+
+def _resolution(folder: Path) -> str:
+    """The sub-folder of JPEGImages that holds the sequences: itself ("."), 480p where that is there, or another."""
+    frames, masks = folder / "JPEGImages", folder / "Annotations"
+    names = [name for name in sub_folders(frames) if (masks / name).is_dir()] if frames.is_dir() else []
+    if not names:
+        raise InputError(f"The folder {folder} is not in DAVIS's layout: it must hold {LAYOUT}.")
+    if any(_frame_paths(frames / name) for name in names):
+        return "."
+    return next((name for name in _RESOLUTIONS if name in names), names[0])
+
+
+def _frame_paths(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _is_frame(path))
+
+
+def _is_frame(path: Path) -> bool:
+    return path.suffix[1:].lower() in IMAGE_EXTENSIONS and not path.name.startswith(".")
+
+
+def _listed_sequences(folder: Path, split: str) -> tuple[str, ...]:
+    """The sequences of the split, in the list's order; none where the folder has no lists."""
+    lists = folder / "ImageSets"
+    found = sorted(path.relative_to(lists).with_suffix("").as_posix() for path in lists.rglob("*.txt"))
+    if not found:
+        return ()
+    candidates = [split] if "/" in split else [(Path(part) / split).as_posix() for part in _LIST_FOLDERS]
+    chosen = next((name for name in candidates if name in found), None)
+    if chosen is None:
+        raise InputError(f"{lists} has no list of the split '{split}': choose among {', '.join(found)}.")
+    path = lists / f"{chosen}.txt"
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as text ({error}): copy it again from the data set.") from error
+    # A dictionary is a set that keeps the order: the older lists name a sequence once for each of its frames.
+    sequences = tuple(dict.fromkeys(_sequence_of(line, path) for line in lines if line.strip()))
+    if not sequences:
+        raise InputError(f"{path} lists no sequences: write the name of one in each line, or remove the file.")
+    return sequences
+
+
+def _sequence_of(line: str, path: Path) -> str:
+    """A line is a sequence's name, or its frame and mask as /JPEGImages/480p/NAME/00000.jpg /Annotations/…"""
+    first = line.split()[0]
+    name = Path(first).parent.name if "/" in first else first
+    # Masks are written to folders of these names, which must not lead elsewhere.
+    if name in ("", ".", "..") or "\\" in name:
+        raise InputError(f"{path} has the line '{line.strip()}', which names no sequence: write one name a line.")
+    return name
+
+
+def _scene_options(options: str) -> dict[str, int]:
+    chosen = dict(_SCENE_OPTIONS)
+    for option in filter(None, options.split(",")):
+        key, _, value = option.partition("=")
+        if key not in chosen:
+            raise InputError(f"The videos of scenes have no option '{key}': choose among {', '.join(chosen)}.")
+        if not value.isdecimal() or int(value) < _LEAST[key]:
+            raise InputError(f"The option {key} of scenes is '{value}': give a whole number of at least {_LEAST[key]}.")
+        chosen[key] = int(value)
+    return chosen
+
+
+def read_mask(path: Path, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "height width"]:
+    """The numbers in a mask file: the indices of a palette image or grey values; black and white is one object, 1.
+
+    Coloured pixels are looked up in DAVIS's palette. Void pixels keep their number, 255.
+    """
+    try:
+        encoded = path.read_bytes()
+        height, width = image_size(encoded, str(path))
+        if height * width > max_pixels:
+            raise BadImage(str(path), f"{width}x{height} are more than {max_pixels:,} pixels")
+        quieten_pillow()
+        image = PIL.Image.open(io.BytesIO(encoded), formats=("PNG",))
+        mode, values = image.mode, np.array(image)
+    # Pillow's plugins answer corrupt files with a dozen kinds of exceptions.
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    return torch.from_numpy(_numbers(mode, values, path))
+
+
+def _numbers(mode: str, values: np.ndarray, path: Path) -> UInt8[np.ndarray, "height width"]:
+    if mode in ("P", "1"):
+        return values.astype(np.uint8)
+    if mode not in ("L", "LA", "RGB", "RGBA"):
+        raise InputError(f"{path} has pixels of the mode {mode}: save masks as palette images or as 8-bit grey.")
+    # DAVIS 2016 has a mask with an alpha channel, which says nothing.
+    opaque = values[..., :-1] if mode.endswith("A") else values
+    channels = opaque.reshape(*values.shape[:2], -1)
+    if (channels == channels[..., :1]).all() and np.isin(channels[..., 0], (0, 255)).all():
+        return channels[..., 0] // 255
+    return channels[..., 0] if channels.shape[2] == 1 else _palette_indices(channels, path)
+
+
+def _palette_indices(colours: UInt8[np.ndarray, "height width 3"], path: Path) -> UInt8[np.ndarray, "height width"]:
+    keys, known = _colour_keys(colours), _colour_keys(davis_palette())
+    order = known.argsort()
+    places = known[order].searchsorted(keys).clip(max=len(known) - 1)
+    strange = keys[known[order][places] != keys]
+    if strange.size:
+        raise InputError(
+            f"{path} has the colour #{strange[0]:06x}, which is no object's in DAVIS's palette: save masks as palette "
+            "images whose indices are the objects' numbers."
+        )
+    return order[places].astype(np.uint8)
+
+
+def _colour_keys(colours: np.ndarray) -> np.ndarray:
+    return colours.astype(np.int64) @ (1 << 16, 1 << 8, 1)
+
+
+def davis_palette() -> UInt8[np.ndarray, "256 3"]:
+    """The colours of object numbers: their bits, three at a time, become the highest bits of red, green and blue."""
+    numbers, palette = np.arange(256), np.zeros((256, 3), dtype=np.uint8)
+    for bit in range(8):
+        palette[:, bit % 3] |= (((numbers >> bit) & 1) << (7 - bit // 3)).astype(np.uint8)
+    return palette
+
+
+def write_mask(path: Path, mask: UInt8[Tensor, "height width"]) -> None:
+    """Write object numbers as DAVIS does, as the indices of a palette image."""
+    image = PIL.Image.fromarray(mask.cpu().numpy())
+    image.putpalette(davis_palette().tobytes())
+    try:
+        write_atomically(path, lambda temporary: image.save(temporary, format="PNG"))
+    except OSError as error:
+        raise InputError(f"The mask {path} cannot be written ({error}): choose a folder that can be.") from error
+
+
+def _unreadable(path: Path, error: Exception) -> InputError:
+    reason = error.reason if isinstance(error, BadImage) else (str(error) or type(error).__name__).splitlines()[0]
+    return InputError(f"{path} cannot be read as an image ({reason}): copy it again from the data set.")

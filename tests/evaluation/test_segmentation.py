@@ -1,0 +1,374 @@
+"""The measures against DAVIS's own numbers, and against their definitions written pixel by pixel."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.ndimage import gaussian_filter
+
+from stop_mim.data.videos import Video, open_videos, write_mask
+from stop_mim.errors import InputError
+from stop_mim.evaluation.segmentation import (
+    boundary_map,
+    contour_accuracy,
+    region_similarity,
+    score_masks,
+    score_videos,
+    statistics,
+)
+
+NAMES = [f"{letter}_{name}" for letter in "JF" for name in ("mean", "recall", "decay")]
+
+
+def plain_boundary(mask):
+    height, width = mask.shape
+    boundary = np.zeros((height, width), dtype=bool)
+    for y in range(height):
+        for x in range(width):
+            neighbours = [(y, x + 1), (y + 1, x), (y + 1, x + 1)]
+            if y == height - 1:
+                neighbours = neighbours[:1]
+            if x == width - 1:
+                neighbours = [(y + 1, x)]
+            inside = [(b, a) for b, a in neighbours if b < height and a < width]
+            boundary[y, x] = any(mask[y, x] != mask[place] for place in inside)
+    return boundary
+
+
+def plain_dilation(boundary, radius):
+    """Every pixel of a disk around every pixel of the boundary."""
+    height, width = boundary.shape
+    dilated = np.zeros_like(boundary)
+    for y, x in zip(*np.nonzero(boundary), strict=True):
+        for dy in range(-radius, radius + 1):
+            for dx in range(-radius, radius + 1):
+                if dx * dx + dy * dy <= radius * radius and 0 <= y + dy < height and 0 <= x + dx < width:
+                    dilated[y + dy, x + dx] = True
+    return dilated
+
+
+def plain_contour_accuracy(predicted, truth):
+    found, wanted = plain_boundary(predicted), plain_boundary(truth)
+    radius = math.ceil(0.008 * math.sqrt(truth.shape[0] ** 2 + truth.shape[1] ** 2))
+    if not found.any() or not wanted.any():
+        precision, recall = float(not found.any()), float(not wanted.any())
+    else:
+        precision = (found & plain_dilation(wanted, radius)).sum() / found.sum()
+        recall = (wanted & plain_dilation(found, radius)).sum() / wanted.sum()
+    return 0.0 if precision + recall == 0 else 2 * precision * recall / (precision + recall)
+
+
+def blobs(generator, shape):
+    """Smooth random shapes; now and then an empty mask or a full one."""
+    field = gaussian_filter(generator.standard_normal(shape), generator.uniform(0.1, 4))
+    return field > generator.choice([-9, 0, 0, 0.5 * field.std(), 1.5 * field.std(), 9])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (7, 1), (2, 2), (17, 23), (48, 64), (5, 400), (20, 660)])
+def test_measures_are_their_definitions(shape):
+    generator = np.random.default_rng(sum(shape))
+    values = []
+    for _ in range(8 if max(shape) > 100 else 30):
+        predicted, truth = blobs(generator, shape), blobs(generator, shape)
+        np.testing.assert_array_equal(boundary_map(truth), plain_boundary(truth))
+        values.append(contour_accuracy(predicted, truth))
+        assert values[-1] == plain_contour_accuracy(predicted, truth)
+        pixels = {tuple(p) for p in np.argwhere(predicted)}, {tuple(p) for p in np.argwhere(truth)}
+        both, either = len(pixels[0] & pixels[1]), len(pixels[0] | pixels[1])
+        assert region_similarity(predicted, truth) == (both / either if either else 1)
+    assert len(set(values)) > 3 or min(shape) < 3
+
+
+def test_the_tolerance_is_a_disk_with_its_rim():
+    """Two crossings of an image whose tolerance is 5 pixels: (3, 4) apart is near, (4, 4) is not."""
+    shape = (300, 520)
+    assert math.ceil(0.008 * math.hypot(*shape)) == 5
+
+    def pixel(y, x):
+        mask = np.zeros(shape, dtype=bool)
+        mask[y, x] = True
+        return mask
+
+    assert contour_accuracy(pixel(100, 100), pixel(103, 104)) == 1
+    assert contour_accuracy(pixel(100, 100), pixel(100, 105)) == 1
+    # Each boundary has four pixels, of which the two or one nearest ones stay in reach.
+    assert 0 < contour_accuracy(pixel(100, 100), pixel(104, 104)) < 1
+    assert contour_accuracy(pixel(100, 100), pixel(107, 107)) == 0
+
+
+def test_masks_without_contour():
+    empty, full, some = np.zeros((9, 9), bool), np.ones((9, 9), bool), np.eye(9, dtype=bool)
+    assert contour_accuracy(empty, empty) == contour_accuracy(full, full) == contour_accuracy(full, empty) == 1
+    assert contour_accuracy(empty, some) == contour_accuracy(some, empty) == contour_accuracy(some, full) == 0
+    assert region_similarity(empty, empty) == region_similarity(full, full) == 1
+    assert region_similarity(full, empty) == region_similarity(empty, some) == 0
+
+
+@pytest.mark.parametrize(
+    ("frames", "first", "last"),
+    [
+        (1, [0], [0]),
+        (2, [0], [1]),
+        (3, [0, 1], [2]),
+        (4, [0, 1], [2, 3]),
+        (5, [0, 1], [3, 4]),
+        (6, [0, 1], [4, 5]),
+        (7, [0, 1, 2], [5, 6]),
+        (8, [0, 1, 2], [5, 6, 7]),
+        (9, [0, 1, 2], [6, 7, 8]),
+        (47, range(13), range(35, 47)),
+        (48, range(13), range(35, 48)),
+    ],
+)
+def test_quarters_share_the_frames_on_their_edges(frames, first, last):
+    """Edges 1 + k (n - 1) / 4, counted from one, are rounded half up: these rows were worked out by hand."""
+    values = np.random.default_rng(frames).random(frames)
+    expected = values[list(first)].mean() - values[list(last)].mean()
+    assert statistics(values).decay == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_quarters_of_a_long_video_do_not_overflow():
+    assert statistics(np.linspace(1, 0, 1001)).decay == pytest.approx(0.75, abs=0.01)
+
+
+def test_recall_and_frames_without_a_value():
+    found = statistics(np.array([0.5, 0.6, np.nan, 1.0]))
+    assert found.mean == pytest.approx(0.7)
+    assert found.recall == 0.5
+    assert found.decay == pytest.approx(0.55 - 1.0)
+    assert math.isnan(statistics(np.array([np.nan, np.nan])).mean)
+
+
+class MemoryVideo(Video):
+    """A video of masks alone."""
+
+    def __init__(self, name, masks):
+        self.name, self.masks = name, masks
+
+    def __len__(self):
+        return len(self.masks)
+
+    def frame(self, index):
+        raise AssertionError("frames are not looked at to score masks")
+
+    def has_mask(self, index):
+        return self.masks[index] is not None
+
+    def mask(self, index):
+        return self.masks[index]
+
+    def fingerprint(self):
+        return self.name
+
+
+def random_masks(seed, frames, objects, shape=(24, 36)):
+    generator = np.random.default_rng(seed)
+    masks = []
+    for _ in range(frames):
+        mask = np.zeros(shape, dtype=np.uint8)
+        for number in range(1, objects + 1):
+            mask[blobs(generator, shape)] = number
+        masks.append(torch.from_numpy(mask))
+    masks[0][0, :objects] = torch.arange(1, objects + 1, dtype=torch.uint8)
+    return masks
+
+
+def save(folder, name, masks):
+    for index, mask in enumerate(masks):
+        write_mask(folder / name / f"{index:05d}.png", mask)
+
+
+@pytest.fixture
+def scored(tmp_path):
+    """A video of three objects and one of a single object, with masks that somebody predicted."""
+    videos = [MemoryVideo("three", random_masks(0, 12, 3)), MemoryVideo("one", random_masks(1, 9, 1))]
+    predictions = {"three": random_masks(2, 12, 3), "one": random_masks(3, 9, 1)}
+    for name, masks in predictions.items():
+        save(tmp_path, name, masks)
+    return videos, predictions, tmp_path
+
+
+def plain_means(truths, predictions, number):
+    """J and F of an object by the definitions above."""
+    pairs = [((p == number).numpy(), (t == number).numpy()) for p, t in zip(predictions, truths, strict=True)][1:-1]
+    regions = [(p & t).sum() / (p | t).sum() if (p | t).any() else 1 for p, t in pairs]
+    return np.mean(regions), np.mean([plain_contour_accuracy(*pair) for pair in pairs])
+
+
+def test_objects_sequences_and_the_whole(scored):
+    videos, predictions, folder = scored
+    found = score_masks(videos, folder).as_json()
+    expected = {
+        (video.name, number): plain_means(video.masks, predictions[video.name], number)
+        for video in videos
+        for number in video.objects
+    }
+    assert len(expected) == 4
+    for (name, number), (region, contour) in expected.items():
+        scores = found["sequences"][name]["objects"][str(number)]
+        assert scores["J_mean"] == pytest.approx(region, abs=1e-12)
+        assert scores["F_mean"] == pytest.approx(contour, abs=1e-12)
+    three = [region for (name, _), (region, _) in expected.items() if name == "three"]
+    assert found["sequences"]["three"]["J_mean"] == pytest.approx(np.mean(three))
+    # Every object counts alike, not every sequence.
+    region, contour = np.mean(list(expected.values()), axis=0)
+    assert (found["J_mean"], found["F_mean"]) == (pytest.approx(region), pytest.approx(contour))
+    assert found["J&F"] == pytest.approx((region + contour) / 2)
+    assert region != pytest.approx((np.mean(three) + expected["one", 1][0]) / 2, abs=1e-3)
+
+
+def test_the_json_form(scored):
+    videos, _, folder = scored
+    scores = score_masks(videos, folder)
+    form = json.loads(json.dumps(scores.as_json()))
+    assert list(form) == ["J&F", *NAMES, "sequences"]
+    assert {name: sequence["n"] for name, sequence in form["sequences"].items()} == {"three": 10, "one": 7}
+    assert list(form["sequences"]["three"]) == [*NAMES, "n", "objects"]
+    assert list(form["sequences"]["three"]["objects"]) == ["1", "2", "3"]
+    assert list(form["sequences"]["three"]["objects"]["2"]) == NAMES
+    assert dict(scores.named_values())["video/J&F"] == pytest.approx(100 * form["J&F"])
+
+
+def test_foreground_merges_the_objects(scored):
+    videos, predictions, folder = scored
+    found = score_masks(videos[:1], folder, foreground=True).as_json()["sequences"]["three"]
+    merged = [[mask.gt(0) for mask in masks] for masks in (videos[0].masks, predictions["three"])]
+    region, contour = plain_means(*merged, True)
+    assert list(found["objects"]) == ["1"]
+    assert (found["J_mean"], found["F_mean"]) == (pytest.approx(region), pytest.approx(contour))
+
+
+def test_the_first_and_the_last_frame_do_not_matter(scored):
+    videos, _, folder = scored
+    expected = score_masks(videos, folder)
+    (folder / "three" / "00000.png").write_bytes(b"")
+    (folder / "three" / "00011.png").unlink()
+    assert score_masks(videos, folder) == expected
+
+
+def test_masks_in_a_folder_480p(scored):
+    videos, _, folder = scored
+    expected = score_masks(videos, folder)
+    (folder / "480p").mkdir()
+    (folder / "three").rename(folder / "480p" / "three")
+    assert score_masks(videos, folder) == expected
+
+
+def test_an_object_that_vanishes_is_right_when_nothing_is_found():
+    square = torch.zeros(20, 20, dtype=torch.uint8)
+    square[5:10, 5:10] = 1
+    square[12:17, 5:10] = 2
+    gone = square * (square == 1)
+    video = MemoryVideo("gone", [square, square, gone, gone, gone])
+
+    def second(prediction):
+        return score_videos([video], lambda _: [square, square, *prediction, None]).sequences[0].objects[2]
+
+    assert second([gone, gone]).region.mean == second([gone, gone]).contour.mean == 1
+    kept = second([square, gone])
+    assert kept.region.mean == kept.contour.mean == pytest.approx(2 / 3)
+
+
+def test_an_object_that_is_never_found_scores_nothing(scored):
+    videos, _, _ = scored
+    without = [mask * (mask != 3) for mask in videos[0].masks]
+    found = score_videos(videos[:1], lambda _: without).sequences[0].objects
+    assert found[1].region.mean == 1
+    expected = np.mean([not (mask == 3).any() for mask in videos[0].masks[1:-1]])
+    assert found[3].region.mean == pytest.approx(expected)
+
+
+def test_objects_are_those_of_the_first_mask():
+    """A number that turns up later is nobody's, and a gap in the numbers is an object, as in the official code."""
+    first = torch.zeros(8, 8, dtype=torch.uint8)
+    first[:2], first[6:] = 1, 3
+    later = first.clone()
+    later[4, 4] = 7
+    video = MemoryVideo("gap", [first, later, first])
+    found = score_videos([video], lambda _: [first] * 3).sequences[0].objects
+    assert {number: scores.region.mean for number, scores in found.items()} == {1: 1, 2: 1, 3: 1}
+
+
+def test_progress_counts_the_frames(scored):
+    videos, _, folder = scored
+    steps = []
+    score_masks(videos, folder, progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(done, 21) for done in range(1, 22)]
+
+
+def remove_a_sequence(videos, folder):
+    (folder / "one").rename(folder / "eins")
+
+
+def remove_frames(videos, folder):
+    for index in (3, 4, 5):
+        (folder / "one" / f"{index:05d}.png").unlink()
+
+
+def add_an_object(videos, folder):
+    save(folder, "one", [mask * 2 for mask in videos[1].masks])
+
+
+def shrink_a_mask(videos, folder):
+    write_mask(folder / "one" / "00004.png", videos[1].masks[4][:-1])
+
+
+def forget_the_truth(videos, folder):
+    videos[1].masks[2] = None
+
+
+def shorten(videos, folder):
+    videos[1].masks[:] = videos[1].masks[:2]
+
+
+def drop_all(videos, folder):
+    videos.clear()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (remove_a_sequence, "has no masks of the video 'one': put them into .*one"),
+        (remove_frames, "one has no 00003.png and 2 more: give a mask for every frame but the first and the last"),
+        (add_an_object, "mask 00001 of the video 'one' has an object 2, and the video has objects 1 to 1: number them"),
+        (shrink_a_mask, "mask 00004 of the video 'one' has 36x23 pixels: give it the size of the true one, 36x24"),
+        (forget_the_truth, "The video 'one' has no true mask of 00002: only the first and the last"),
+        (shorten, "The video 'one' has 2 frames: give at least 3"),
+        (drop_all, "There is no video to score"),
+    ],
+)
+def test_bad_input_is_told_in_one_sentence(scored, damage, sentence):
+    videos, _, folder = scored
+    damage(videos, folder)
+    with pytest.raises(InputError, match=sentence) as raised:
+        score_masks(videos, folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_missing_is_told_before_anything_is_scored(scored):
+    videos, _, folder = scored
+    remove_frames(videos, folder)
+    with pytest.raises(InputError, match="give a mask"):
+        score_masks(videos, folder, progress=lambda done, total: pytest.fail("began to score"))
+
+
+def test_foreign_numbers_and_void_are_foreground_when_merged(scored):
+    videos, predictions, folder = scored
+    expected = score_masks(videos, folder, foreground=True)
+    save(folder, "one", [mask * 255 for mask in predictions["one"]])
+    assert score_masks(videos, folder, foreground=True) == expected
+    with pytest.raises(InputError, match="has an object 255"):
+        score_masks(videos, folder)
+
+
+def test_numbers_are_those_of_the_official_code(real_data):
+    """The OSVOS masks of three sequences, and what DAVIS's own evaluation says of them."""
+    folder = real_data("davis-sample")
+    found = score_masks(open_videos(str(folder)), folder / "results" / "osvos", foreground=True).as_json()
+    reference = json.loads((folder / "reference_jf.json").read_text())["sequences"]
+    assert set(found["sequences"]) == set(reference)
+    for name, values in reference.items():
+        for key, value in values.items():
+            assert found["sequences"][name][key] == pytest.approx(value, abs=1e-9), (name, key)
