@@ -25,6 +25,8 @@ TOO_SMALL_BLOCKS, TOO_SMALL_CONTEXTS = 0.10, 0.05
 # A context count that fewer layouts than this can give is refused.
 FEASIBLE_LAYOUTS = 0.05
 RELEASE_DRAWS = 100
+# So many blocks of the published sizes cover the published part of the patches for all but a few images.
+BLOCKWISE_DRAWS = 16
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,7 @@ class RandomMasks:
 
     def __init__(self, grid: Grid | int, mask_ratio: float = 0.75) -> None:
         self.grid = as_grid(grid)
-        patches = self.grid[0] * self.grid[1]
-        self.target_tokens = round(mask_ratio * patches)
-        self.context_tokens = patches - self.target_tokens
-        if self.target_tokens < 1 or self.context_tokens < 1:
-            raise InputError(
-                f"masks.mask_ratio is {mask_ratio}: on a grid of {_grid_name(self.grid)} it leaves {self.context_tokens} "
-                f"context and {self.target_tokens} target patches, and at least one of each is needed."
-            )
+        self.target_tokens, self.context_tokens = _split_patches(self.grid, mask_ratio)
 
     def sample(
         self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
@@ -66,6 +61,39 @@ class RandomMasks:
 
     def __repr__(self) -> str:
         return f"RandomMasks(grid={_grid_name(self.grid)}, {self.context_tokens} context, {self.target_tokens} target tokens)"
+
+
+class BlockwiseMasks:
+    """Block-wise masking: the one target block is a union of rectangles of a fixed number of patches, the rest is context.
+
+    Rectangles are drawn until they have that many patches; of the last one's, a uniformly random subset is kept. `scale` is
+    a part of the grid's area, `aspect` is height over width. Where all of them are too few, random patches fill up.
+    """
+
+    def __init__(
+        self, grid: Grid | int, mask_ratio: float = 0.6, scale: Range = (0.08, 0.4), aspect: Range = (0.3, 3.3)
+    ) -> None:
+        self.grid = as_grid(grid)
+        self.target_tokens, self.context_tokens = _split_patches(self.grid, mask_ratio)
+        _check_range("masks.target_scale", scale, upper=1.0)
+        _check_range("masks.target_aspect", aspect, upper=math.inf)
+        self._shapes = BlockShapes.of(self.grid, scale, aspect)
+
+    def sample(
+        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+    ) -> Masks:
+        """Masks for a batch; the generator must be on the same device."""
+        shapes = self._shapes.to(torch.device(device)).draw((batch_size, BLOCKWISE_DRAWS), generator)
+        blocks = _place_blocks(shapes, self.grid, generator)
+        numbers = torch.arange(BLOCKWISE_DRAWS, device=blocks.device)[:, None]
+        first = torch.where(blocks, numbers, BLOCKWISE_DRAWS).amin(1)
+        order = (first + torch.rand(first.shape, device=device, generator=generator)).argsort(dim=1)
+        target, context = order.split([self.target_tokens, self.context_tokens], dim=1)
+        return Masks(context.sort(dim=1).values, target.sort(dim=1).values[:, None])
+
+    def __repr__(self) -> str:
+        counts = f"{self.context_tokens} context, {self.target_tokens} target tokens"
+        return f"BlockwiseMasks(grid={_grid_name(self.grid)}, {counts})"
 
 
 class MultiBlockMasks:
@@ -166,16 +194,7 @@ class MultiBlockMasks:
         target_shapes, context_shapes = self._tables_on(torch.device(device))
         targets = target_shapes.draw((layouts, self.n_blocks), generator)
         context = context_shapes.draw((layouts, 1), generator)
-        return self._place(targets, generator), self._place(context, generator)[:, 0]
-
-    def _place(
-        self, shapes: Int[Tensor, "layouts blocks 2"], generator: torch.Generator | None
-    ) -> Bool[Tensor, "layouts blocks patches"]:
-        """Blocks of these shapes anywhere on the grid, the last row and column included."""
-        grid = torch.stack([torch.full_like(shapes[..., axis], self.grid[axis]) for axis in (0, 1)], dim=-1)
-        places = torch.rand(shapes.shape, device=shapes.device, generator=generator)
-        corners = (places * (grid - shapes + 1)).long().minimum(grid - shapes)
-        return _block_masks(corners, shapes, self.grid)
+        return _place_blocks(targets, self.grid, generator), _place_blocks(context, self.grid, generator)[:, 0]
 
     def _tables_on(self, device: torch.device) -> "tuple[BlockShapes, BlockShapes]":
         if device not in self._tables:
@@ -278,6 +297,28 @@ class BlockShapes:
         chance = torch.rand(count, device=self.shapes.device, generator=generator)
         drawn = torch.searchsorted(self.probabilities.cumsum(0), chance, right=True)
         return self.shapes[drawn.clamp(max=len(self.shapes) - 1)]
+
+
+def _split_patches(grid: Grid, mask_ratio: float) -> tuple[int, int]:
+    """How many patches are masked, and how many are not."""
+    patches = math.prod(grid)
+    masked = round(mask_ratio * patches)
+    if not 1 <= masked < patches:
+        raise InputError(
+            f"masks.mask_ratio is {mask_ratio}: on a grid of {_grid_name(grid)} it leaves {patches - masked} "
+            f"context and {masked} target patches, and at least one of each is needed."
+        )
+    return masked, patches - masked
+
+
+def _place_blocks(
+    shapes: Int[Tensor, "layouts blocks 2"], grid: Grid, generator: torch.Generator | None
+) -> Bool[Tensor, "layouts blocks patches"]:
+    """Blocks of these shapes anywhere on the grid, the last row and column included."""
+    limits = torch.stack([torch.full_like(shapes[..., axis], grid[axis]) for axis in (0, 1)], dim=-1)
+    places = torch.rand(shapes.shape, device=shapes.device, generator=generator)
+    corners = (places * (limits - shapes + 1)).long().minimum(limits - shapes)
+    return _block_masks(corners, shapes, grid)
 
 
 def _block_masks(

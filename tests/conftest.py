@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-SHAPED = ["masking", "models", "data", "training", "evaluation", "analysis"]
+SHAPED = ["masking", "models", "data", "training", "exchange", "evaluation", "sweeps", "analysis"]
 
 # As everywhere in Python's typing, an int is welcome where a float is.
 CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

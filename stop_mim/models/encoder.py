@@ -4,8 +4,10 @@ It is a timm model and nothing else, so that what is trained here loads there.
 """
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,19 +17,21 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from timm.layers import resample_abs_pos_embed
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import Attention, LayerNorm, Mlp, resample_abs_pos_embed
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
+from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.models.initialisation import initialise_transformer
 from stop_mim.positions import Grid, SinCosPositions
 
 EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
 ENCODER_FILE = "encoder.safetensors"
 FILE_FORMAT = "stop-mim encoder"
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -118,20 +122,29 @@ class Encoder(nn.Module):
         return height // self.patch_size[0], width // self.patch_size[1]
 
     def architecture(self) -> dict[str, Any]:
-        """Arguments of timm's VisionTransformer that make this architecture, for an encoder made here."""
-        return {
+        """Arguments of timm's VisionTransformer that make this architecture; its `norm_eps` is told apart."""
+        vit = self.vit
+        architecture = {
             "img_size": list(self.image_size),
             "patch_size": list(self.patch_size),
             "embed_dim": self.dim,
             "depth": self.depth,
             "num_heads": self.heads,
-            "mlp_ratio": self.vit.blocks[0].mlp.fc1.out_features / self.dim,
-            "class_token": False,
+            "mlp_ratio": mlp_ratio(vit.blocks[0].mlp.fc1.out_features, self.dim),
+            "class_token": vit.has_class_token,
             "global_pool": "avg",
             "fc_norm": False,
             "num_classes": 0,
             "dynamic_img_size": True,
         }
+        qkv_bias = vit.blocks[0].attn.qkv.bias is not None
+        unusual = {"qkv_bias": (qkv_bias, True), "no_embed_class": (vit.no_embed_class, False)}
+        return architecture | {name: value for name, (value, usual) in unusual.items() if value != usual}
+
+    @property
+    def norm_eps(self) -> float:
+        """What keeps the norms from dividing by zero."""
+        return self.vit.blocks[0].norm1.eps
 
 
 def create_encoder(
@@ -189,60 +202,137 @@ def gather_patches(
     return torch.gather(patches, 1, indices[..., None].expand(-1, -1, patches.shape[-1]))
 
 
-def save_encoder(encoder: Encoder, path: Path) -> None:
-    """Write an encoder made here as safetensors: timm's own names, and in the metadata how to build the model."""
+def mlp_ratio(hidden: int, width: int) -> float:
+    """The ratio for which timm, which rounds down, makes a hidden layer of this width."""
+    ratio = hidden / width
+    return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
+
+
+def shell(architecture: dict[str, Any], norm_eps: float = NORM_EPS) -> VisionTransformer:
+    """timm's model without weights, and without the memory for them."""
+    with torch.device("meta"):
+        return VisionTransformer(**architecture, norm_layer=partial(LayerNorm, eps=norm_eps), weight_init="skip")
+
+
+def misfit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with tensors by name where others are expected: the first few missing, unknown and misshaped ones."""
+    missing = [name for name in expected if name not in tensors]
+    unknown = [name for name in tensors if name not in expected]
+    misshaped = [
+        f"{name} is {_size(tensors[name])} instead of {_size(expected[name])}"
+        for name in expected
+        if name in tensors and tensors[name].shape != expected[name].shape
+    ]
+    found = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
+    parts = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in found.items() if names]
+    return "; ".join(parts) or None
+
+
+def fill_encoder(
+    vit: VisionTransformer,
+    tensors: Mapping[str, Tensor],
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+) -> Encoder:
+    """An encoder in evaluation mode, from a shell and weights that were found to fit it."""
+    # Copies, because the tensors may be windows into a file that somebody replaces later.
+    copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
+    vit.load_state_dict(copies, strict=True, assign=True)
+    encoder = Encoder(vit, mean, std)
+    vit.pos_embed.requires_grad_(not _are_sincos(encoder))
+    return encoder.eval()
+
+
+def _are_sincos(encoder: Encoder) -> bool:
+    """Whether the positions are the fixed ones, to the rounding of half precision, and hence not to be learned."""
+    patches = encoder.vit.pos_embed.detach()[0, -encoder.grid[0] * encoder.grid[1] :]
+    return encoder.dim % 4 == 0 and torch.allclose(
+        patches, SinCosPositions(encoder.grid, encoder.dim).table(), atol=1e-3
+    )
+
+
+def encoder_metadata(encoder: Encoder) -> dict[str, str]:
+    """How to build an encoder; one that is more than a plain Vision Transformer is an InputError."""
+    wrong = _peculiarity(encoder.vit.blocks[0])
+    architecture = {} if wrong else encoder.architecture()
+    wrong = wrong or misfit(encoder.vit.state_dict(), shell(architecture).state_dict())
+    if wrong:
+        raise InputError(
+            f"This encoder is more than a plain Vision Transformer ({wrong}): only plain ones can be saved or exported."
+        )
     metadata = {
         "format": FILE_FORMAT,
-        "architecture": json.dumps(encoder.architecture()),
+        "architecture": json.dumps(architecture),
         "mean": json.dumps(encoder.mean),
         "std": json.dumps(encoder.std),
     }
+    return metadata if encoder.norm_eps == NORM_EPS else {**metadata, "norm_eps": json.dumps(encoder.norm_eps)}
+
+
+def _peculiarity(block: Any) -> str | None:
+    """What a layer has that the arguments of `architecture` do not tell and its names do not show."""
+    if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
+        return "its layers are of another kind"
+    activation = block.mlp.act
+    return (
+        None if isinstance(activation, nn.GELU) and activation.approximate == "none" else f"{activation} in its layers"
+    )
+
+
+def save_encoder(encoder: Encoder, path: Path) -> None:
+    """Write an encoder as safetensors: timm's own names, and in the metadata how to build the model."""
+    metadata = encoder_metadata(encoder)
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.vit.state_dict().items()}
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
-def load_encoder(name: str | Path, pretrained: bool = True) -> Encoder:
-    """An encoder by name, in evaluation mode: a run's folder, a .safetensors file, or timm:MODEL.
-
-    Called with images (B, 3, H, W), normalised with its `mean` and `std`, it gives normed patch tokens (B, N, D);
-    `embed(images, layers)` gives average-pooled features (B, layers · D).
-    """
-    if str(name).startswith("timm:"):
-        return _load_timm(str(name).removeprefix("timm:"), pretrained).eval()
-    path = Path(name)
-    if path.is_dir():
-        path = path / ENCODER_FILE
-        if not path.exists():
-            raise InputError(f"{name} holds no {ENCODER_FILE}: name the folder of a run that has saved a checkpoint.")
-    if not path.exists():
-        raise InputError(f"There is no encoder '{name}': give a run's folder, a .safetensors file or timm:MODEL.")
-    return _load_file(path).eval()
-
-
-def _load_file(path: Path) -> Encoder:
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and the metadata of a file."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dictionary
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} cannot be read as safetensors ({error}): save or copy it again.") from error
+
+
+def read_encoder(path: Path) -> Encoder:
+    """The encoder of a file that `save_encoder` wrote, or of the folder of a run."""
+    file = path / ENCODER_FILE if path.is_dir() else path
+    if not file.exists():
+        raise InputError(f"{path} holds no {ENCODER_FILE}: name the folder of a run that has saved a checkpoint.")
+    tensors, metadata = read_safetensors(file)
     if metadata.get("format") != FILE_FORMAT:
-        raise InputError(f"{path} does not say which architecture it holds: give an encoder that stop-mim saved.")
-    encoder = Encoder(
-        VisionTransformer(**json.loads(metadata["architecture"])),
-        json.loads(metadata["mean"]),
-        json.loads(metadata["std"]),
-    )
+        raise InputError(f"{file} does not say which architecture it holds: give an encoder that stop-mim saved.")
+    return encoder_of(tensors, metadata, file)
+
+
+def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> Encoder:
+    """The encoder that a file of our own holds, from what was read of it."""
     try:
-        encoder.vit.load_state_dict(tensors, strict=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path} does not fit the architecture that it names ({reason}): save it again.") from error
-    encoder.vit.pos_embed.requires_grad_(False)
-    return encoder
+        told = {name: json.loads(value) for name, value in metadata.items() if name != "format"}
+        vit = shell(told["architecture"], told.get("norm_eps", NORM_EPS))
+        mean, std = told["mean"], told["std"]
+    # Whatever timm makes of arguments that are not its own.
+    except Exception as error:
+        raise InputError(f"{file} names no architecture that can be built ({error}): save it again.") from error
+    if wrong := misfit(tensors, vit.state_dict()):
+        raise InputError(f"{file} does not fit the architecture that it names ({wrong}): save it again.")
+    return fill_encoder(vit, tensors, mean, std)
 
 
-def _load_timm(name: str, pretrained: bool) -> Encoder:
+def _size(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a single number"
+
+
+def _first_few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+FrozenEncoder = Encoder | HubEncoder
+
+
+def load_timm_encoder(name: str, pretrained: bool = True) -> Encoder:
+    """timm's model of this name, a plain Vision Transformer."""
     if name.split(".")[0] not in timm.list_models():
         close = timm.list_models(f"*{name.split('_patch')[0]}*")[:3] or timm.list_models("vit_small*")[:3]
         raise InputError(f"timm has no model '{name}': it has for instance {', '.join(close)}.")
@@ -257,4 +347,4 @@ def _load_timm(name: str, pretrained: bool) -> Encoder:
         ) from error
     if not isinstance(model, VisionTransformer):
         raise InputError(f"timm's '{name}' is not a plain Vision Transformer: choose one of timm's vit_* models.")
-    return Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    return Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).eval()

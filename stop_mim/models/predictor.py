@@ -52,9 +52,11 @@ class Predictor(nn.Module):
     ) -> Float[Tensor, "batch n_blocks n_target encoder_dim"]:
         """Predicted features of every target block."""
         n_blocks, n_target = target_indices.shape[1:]
-        context_positions = self.positions(context_indices, tokens="context", generator=generator)
+        context_positions = self.positions(context_indices, tokens="context", context=context, generator=generator)
         context_tokens = self.projection(context) + context_positions
-        masked_tokens = self.positions(target_indices.flatten(0, 1), tokens="masked", generator=generator)
+        masked_tokens = self.positions(
+            target_indices.flatten(0, 1), tokens="masked", context=context, generator=generator
+        )
         if self.positions.adds_mask_token:
             masked_tokens = masked_tokens + self.mask_token
         tokens = torch.cat([context_tokens.repeat_interleave(n_blocks, dim=0), masked_tokens.to(context_tokens)], dim=1)

@@ -15,7 +15,32 @@ from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.loader import LoaderMode
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import EncoderSize
+from stop_mim.models.ijepa import TargetResolution
 from stop_mim.positions import ApplyTo, Convention
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is predicted of the masked patches."""
+
+    kind: Literal["ijepa", "mae", "data2vec"] = "ijepa"
+    """ijepa: features, by a predictor; mae: pixels, by a decoder (the predictor group); data2vec: features, by the encoder."""
+    target_layers: int = 1
+    """Last layers of the target encoder whose layer-normed features are averaged (ijepa, data2vec)."""
+    beta: float = 1.0
+    """Error from which smooth-L1 is linear (ijepa, data2vec)."""
+    norm_pixels: bool = True
+    """Normalise the pixels of every patch by their own mean and variance (mae)."""
+    target_resolution: TargetResolution = "full"
+    """Targets at the patches' resolution, or at half of it by bilinear resizing or max pooling (ijepa)."""
+    l1_strength: float = 0.0
+    """How much the sum of the absolute values of A adds to the loss (ijepa)."""
+
+    def __post_init__(self) -> None:
+        _require_choices(self, "objective")
+        _require(self, "objective", "target_layers", self.target_layers > 0, "give a number above zero")
+        _require(self, "objective", "beta", 0 < self.beta < math.inf, "give a number above zero")
+        _require(self, "objective", "l1_strength", 0 <= self.l1_strength < math.inf, "give zero or a positive number")
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,7 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class PredictorConfig:
-    """The narrow transformer that predicts the targets."""
+    """The narrow transformer that predicts the targets, which MAE calls its decoder; data2vec has none."""
 
     width: int = 384
     """Width of its tokens."""
@@ -61,8 +86,8 @@ class PredictorConfig:
 class PositionsConfig:
     """The predictor's positions: fixed for I-JEPA, stochastic for StoP."""
 
-    kind: Literal["stochastic", "sincos", "learned"] = "stochastic"
-    """Stochastic (StoP, around sine-cosine positions), sincos (I-JEPA) or learned."""
+    kind: Literal["stochastic", "sincos", "learned", "jittered"] = "stochastic"
+    """Stochastic (StoP, around sine-cosine positions), sincos (I-JEPA), learned, or jittered (ours: noisy coordinates)."""
     sigma: float = 0.25
     """Strength of the noise: with the paper's convention the variance of n in Σ = σ A Aᵀ, with the release's its std."""
     sigma_start: float | None = None
@@ -75,26 +100,35 @@ class PositionsConfig:
     """Σ: tied, identity, diagonal, untied or low_rank(r)."""
     convention: Convention = "paper"
     """paper: sigma is a variance and masked tokens have a learned m̃. release: a std, the projection's bias and no m̃."""
+    conditioned: bool = False
+    """Deal the noise of stochastic positions out to images as a head on their context says (ours, not the paper's)."""
+    jitter_scale: float = 0.5
+    """Standard deviation of jittered coordinates, in patches."""
+    jitter_learned: bool = False
+    """Learn the scales of rows and columns from jitter_scale on; nothing keeps them from vanishing."""
 
     def __post_init__(self) -> None:
         _require_choices(self, "positions")
-        for name, value in (("sigma", self.sigma), ("sigma_start", self.sigma_start)):
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise InputError(f"positions.{name} is {value}: give a finite number that is zero or positive.")
+        for name in ("sigma", "sigma_start", "jitter_scale"):
+            value = getattr(self, name)
+            holds = value is None or (math.isfinite(value) and value >= 0)
+            _require(self, "positions", name, holds, "give a finite number that is zero or positive")
+        starts = self.jitter_scale > 0 or not self.jitter_learned
+        _require(self, "positions", "jitter_scale", starts, "start a learned scale above zero")
 
 
 @dataclass(frozen=True)
 class MaskConfig:
     """Which patches are context and which are targets."""
 
-    kind: Literal["multiblock", "random"] = "multiblock"
-    """I-JEPA's blocks, or uniform random patches."""
+    kind: Literal["multiblock", "random", "blockwise"] = "multiblock"
+    """I-JEPA's blocks (multiblock), uniform random patches (MAE), or rectangles that are one target (blockwise, data2vec)."""
     n_blocks: int = 4
     """Target blocks an image."""
     target_scale: tuple[float, float] = (0.15, 0.2)
-    """Smallest and largest area of a target block, as a part of the image."""
+    """Smallest and largest area of a target block, or of a blockwise rectangle, as a part of the image."""
     target_aspect: tuple[float, float] = (0.75, 1.5)
-    """Smallest and largest height over width of a target block."""
+    """Smallest and largest height over width of a target block, or of a blockwise rectangle."""
     context_scale: tuple[float, float] = (0.85, 1.0)
     """Smallest and largest area of the context block, before the targets are taken out."""
     context_aspect: tuple[float, float] = (1.0, 1.0)
@@ -104,7 +138,7 @@ class MaskConfig:
     context_tokens: int | None = None
     """Patches kept of each context; not given: as many as nineteen contexts in twenty have."""
     mask_ratio: float = 0.75
-    """Part of the patches that random masks make targets."""
+    """Part of the patches that random and blockwise masks make targets."""
     compat: Literal["release"] | None = None
     """release: sample as the released I-JEPA and StoP code does, with its defects."""
 
@@ -262,6 +296,7 @@ class TrainConfig:
     """Seed of weights, data order, crops, masks and noise."""
     stop_after_steps: int | None = None
     """Stop (and save) after so many steps; the schedules stay those of the whole run."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     positions: PositionsConfig = field(default_factory=PositionsConfig)

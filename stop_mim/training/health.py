@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from stop_mim.models.ijepa import IJEPA
-from stop_mim.positions import StochasticPositions
+from stop_mim.models.objective import Objective
+from stop_mim.training.online_probe import evaluation_mode
 
 MAX_IMAGES, MAX_TOKENS = 128, 2048
 VANISHED_A = 0.1
@@ -32,28 +32,27 @@ class HealthSigns:
     noise_to_signal: float
     """‖A n‖ over ‖ψ‖, both as root mean squares."""
     feature_std: float
-    """Standard deviation of the layer-normed target features over tokens of a batch, averaged over features."""
+    """Standard deviation of the layer-normed features of the encoder that is kept, over tokens of a batch, averaged."""
     rankme: float
     """Effective rank of these features (RankMe): the exponential of the entropy of their singular values."""
     rank_limit: int
     """The largest value that RankMe could have."""
     ema_distance: float
-    """‖encoder - target‖ over ‖encoder‖."""
+    """‖encoder - target‖ over ‖encoder‖; zero where there is no target encoder."""
 
 
 @torch.no_grad()
-def measure_health(objective: IJEPA, images: Float[Tensor, "batch 3 height width"]) -> HealthSigns:
+def measure_health(objective: Objective, images: Float[Tensor, "batch 3 height width"]) -> HealthSigns:
     """The signs on (a part of) a batch of images."""
-    predictor = objective.predictor
-    position_norm = predictor.positions.table().float().square().sum(-1).mean().sqrt()
-    noise = torch.zeros(())
-    if isinstance(predictor.positions, StochasticPositions) and predictor.positions.apply_to != "none":
-        noise = predictor.positions.covariance_matrix().float().trace().clamp(min=0).sqrt()
-    tokens = objective.target(images[:MAX_IMAGES]).float().flatten(0, 1)
+    masked = objective.masked_tokens
+    position_norm = masked.positions.table().float().square().sum(-1).mean().sqrt()
+    noise = masked.positions.noise_power().float().sqrt()
+    with evaluation_mode(objective.frozen):
+        tokens = objective.frozen(images[:MAX_IMAGES]).float().flatten(0, 1)
     features = F.layer_norm(tokens, tokens.shape[-1:])[:: max(1, len(tokens) // MAX_TOKENS)][:MAX_TOKENS]
     return HealthSigns(
-        A_norm=predictor.projection.weight.float().norm().item(),
-        mask_token_norm=predictor.mask_token.float().norm().item(),
+        A_norm=masked.projection.weight.float().norm().item(),
+        mask_token_norm=masked.mask_token.float().norm().item(),
         position_norm=position_norm.item(),
         noise_to_signal=(noise.to(position_norm) / position_norm.clamp(min=1e-12)).item(),
         feature_std=features.std(0).mean().item(),
@@ -71,9 +70,9 @@ def effective_rank(features: Float[Tensor, "n dim"]) -> float:
 
 
 @torch.no_grad()
-def ema_distance(objective: IJEPA) -> float:
+def ema_distance(objective: Objective) -> float:
     """How far the target encoder is behind, relative to the encoder's weights."""
-    pairs = list(zip(objective.encoder.parameters(), objective.target.parameters(), strict=True))
+    pairs = list(zip(objective.encoder.parameters(), objective.frozen.parameters(), strict=True))
     moving = [(ours, theirs) for ours, theirs in pairs if ours.requires_grad]
     apart = sum((ours - theirs).float().square().sum() for ours, theirs in moving)
     size = sum(ours.float().square().sum() for ours, _ in moving)

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.encoder import Encoder, save_encoder
-from stop_mim.models.ijepa import IJEPA
+from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.build import build_augment, build_masks, build_objective
 from stop_mim.training.checkpoint import (
@@ -67,8 +67,13 @@ class TrainResult:
         return self.step >= self.total_steps
 
 
-def train(config: TrainConfig, recipe: str = "custom", console: Console | None = None) -> TrainResult:
-    """Run a new configuration to its end, in a folder of its own."""
+def train(
+    config: TrainConfig,
+    recipe: str = "custom",
+    console: Console | None = None,
+    initialise: Callable[[Objective], str] | None = None,
+) -> TrainResult:
+    """Run a new configuration to its end, in a folder of its own; `initialise` puts weights in, and says which."""
     with process_group(config.speed.device) as ranks:
         path = Path(broadcast(str(config.out or default_path(recipe)), ranks))
         folder = RunFolder(path)
@@ -78,9 +83,15 @@ def train(config: TrainConfig, recipe: str = "custom", console: Console | None =
         wait_for_all(ranks)
         with ProgressDisplay(console, shown=ranks.is_main) as display:
             run = Run(config, folder, ranks, display)
+            origin = None if initialise is None else initialise(run.objective)
             if ranks.is_main:
                 folder.create(replace(config, out=str(path)), recipe)
             wait_for_all(ranks)
+            if origin is not None:
+                display.say(f"weights    {origin}")
+                folder.log(f"weights    {origin}")
+                # A run that is continued before its next checkpoint must not begin from new weights.
+                run.save()
             return run.train()
 
 
@@ -172,7 +183,7 @@ class Run:
                 probe = make_probe(
                     self.config.probe,
                     data,
-                    self.objective.target,
+                    self.objective.frozen,
                     self.ranks.device,
                     self.config.seed,
                     self.folder.bad_images_file,
@@ -234,7 +245,7 @@ class Run:
         self._pending.restart_clock()
         while self.step < end:
             values = values_at(self.step, self.steps_per_epoch, self.config.optim)
-            self.objective.predictor.positions.set_step(self.step)
+            self.objective.positions.set_step(self.step)
             batches = list(self._masked(images))
             # What has no generator of its own, such as drop path, draws from the global one.
             torch.manual_seed(derive_seed(self.config.seed, "layers", self.step, self.ranks.rank))
@@ -285,7 +296,7 @@ class Run:
 
     def _probe_features(self, autocast: AbstractContextManager[Any]) -> dict[str, float]:
         """Let the probe learn, and be scored, where it is its turn: a function of the step alone."""
-        config, probe, encoder = self.config.probe, self.probe, self.objective.target
+        config, probe, encoder = self.config.probe, self.probe, self.objective.frozen
         if probe is None:
             return {}
         if self.step % config.every_steps == 0:
@@ -312,7 +323,7 @@ class Run:
             "gradient_norm": outcome.gradient_norm,
             "images_per_second": rate,
             "not_finite": self.not_finite,
-            "sigma": getattr(self.objective.predictor.positions, "sigma", 0.0),
+            "sigma": getattr(self.objective.positions, "sigma", 0.0),
             **asdict(values),
             **signs,
             **scores,
@@ -371,7 +382,7 @@ class Run:
             tensors |= {} if self.probe is None else self.probe.tensors()
             folder, config = self.folder.checkpoints, self.config.checkpoint
             save_checkpoint(Checkpoint(self.step, tensors, state), checkpoint_path(folder, self.step))
-            save_encoder(self.objective.target, self.folder.encoder_file)
+            save_encoder(self.objective.frozen, self.folder.encoder_file)
             prune_checkpoints(folder, config.keep, self.milestone_steps)
             self.folder.log(f"Saved step {self.step}.")
         wait_for_all(self.ranks)
@@ -434,7 +445,7 @@ def autocast_for(precision: str, device: torch.device) -> AbstractContextManager
     return nullcontext()
 
 
-def compile_blocks(objective: IJEPA) -> None:
+def compile_blocks(objective: Objective) -> None:
     """Compile the transformer layers, whose token counts never change."""
-    for part in (objective.encoder.vit, objective.target.vit, objective.predictor):
-        part.blocks.compile()
+    for part in objective.compiled_parts():
+        part.compile()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.masking import Masks
-from stop_mim.models.ijepa import IJEPA
+from stop_mim.models.objective import Objective
 from stop_mim.training.config import OptimConfig
 from stop_mim.training.distributed import Ranks, reduce_mean
 from stop_mim.training.schedules import ScheduledValues
@@ -26,7 +26,7 @@ class StepOutcome:
     updated: bool
 
 
-def make_optimiser(objective: IJEPA, optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+def make_optimiser(objective: Objective, optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
     """AdamW over everything that learns, without weight decay for biases, norms and other vectors."""
     learned = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     groups = [
@@ -38,7 +38,7 @@ def make_optimiser(objective: IJEPA, optim: OptimConfig, device: torch.device) -
 
 def training_step(
     model: nn.Module,
-    objective: IJEPA,
+    objective: Objective,
     optimiser: torch.optim.Optimizer,
     batches: Iterable[tuple[Float[Tensor, "batch 3 height width"], Masks]],
     n_batches: int,
@@ -71,7 +71,7 @@ def training_step(
     return outcome
 
 
-def gradient_norm(objective: IJEPA) -> Float[Tensor, ""]:
+def gradient_norm(objective: Objective) -> Float[Tensor, ""]:
     """The norm of all gradients together."""
     gradients = [parameter.grad for parameter in objective.parameters() if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)

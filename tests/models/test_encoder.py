@@ -9,7 +9,18 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 
 from stop_mim.errors import InputError
-from stop_mim.models.encoder import SIZES, Dimensions, Encoder, create_encoder, cut_patches, load_encoder, save_encoder
+from stop_mim.models.encoder import (
+    SIZES,
+    Dimensions,
+    Encoder,
+    create_encoder,
+    cut_patches,
+    load_timm_encoder,
+    misfit,
+    mlp_ratio,
+    read_encoder,
+    save_encoder,
+)
 
 SMALL = Dimensions(width=48, depth=3, heads=3)
 
@@ -142,17 +153,19 @@ def test_saved_file_loads_into_a_plain_timm_model(encoder, images, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_load_encoder_gives_the_same_encoder_back(encoder, images, tmp_path, kind):
+def test_reading_gives_the_same_encoder_back(encoder, images, tmp_path, kind):
     path = tmp_path / "encoder.safetensors"
     save_encoder(encoder, path)
-    loaded = load_encoder(path if kind == "file" else str(tmp_path))
+    loaded = read_encoder(path if kind == "file" else tmp_path)
     assert not loaded.training
+    assert not loaded.vit.pos_embed.requires_grad
+    assert all(parameter.requires_grad for name, parameter in loaded.named_parameters() if name != "vit.pos_embed")
     assert torch.equal(loaded(images), encoder(images))
     assert (loaded.mean, loaded.std, loaded.grid) == (encoder.mean, encoder.std, encoder.grid)
 
 
-def test_load_encoder_takes_timms_models_with_their_class_token():
-    encoder = load_encoder("timm:vit_tiny_patch16_224", pretrained=False)
+def test_timms_models_with_their_class_token():
+    encoder = load_timm_encoder("vit_tiny_patch16_224", pretrained=False).eval()
     images = torch.randn(1, 3, 224, 224)
     assert encoder(images).shape == (1, 196, 192)
     torch.testing.assert_close(encoder(images), encoder.vit.forward_features(images)[:, 1:])
@@ -163,20 +176,36 @@ def test_load_encoder_takes_timms_models_with_their_class_token():
 
 def test_what_cannot_be_loaded_is_named(encoder, tmp_path):
     for name, words in [
-        ("nowhere", "There is no encoder 'nowhere'"),
-        (str(tmp_path), "holds no encoder.safetensors"),
-        ("timm:vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224'"),
-        ("timm:resnet18", "not a plain Vision Transformer"),
+        ("vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224'"),
+        ("resnet18", "not a plain Vision Transformer"),
     ]:
         with pytest.raises(InputError, match=words):
-            load_encoder(name, pretrained=False)
+            load_timm_encoder(name, pretrained=False)
+    with pytest.raises(InputError, match=r"holds no encoder.safetensors"):
+        read_encoder(tmp_path)
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"not tensors")
     with pytest.raises(InputError, match="cannot be read as safetensors"):
-        load_encoder(broken)
+        read_encoder(broken)
     save_file({"weight": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(InputError, match="does not say which architecture"):
-        load_encoder(tmp_path / "other.safetensors")
+        read_encoder(tmp_path / "other.safetensors")
+
+
+def test_what_does_not_fit_is_listed():
+    zeros = {name: torch.zeros(2, 3) for name in "abcde"}
+    assert misfit(zeros, zeros) is None
+    assert misfit({}, zeros) == "5 missing (a, b, c, …)"
+    found = {**zeros, "f": torch.zeros(1), "b": torch.zeros(()), "c": torch.zeros(3, 2)}
+    assert misfit(found, zeros) == (
+        "1 unknown (f); 2 of another shape (b is a single number instead of 2x3, c is 3x2 instead of 2x3)"
+    )
+
+
+def test_hidden_layers_of_any_width_can_be_told():
+    for hidden, width in [(120, 88), (6144, 1408), (3072, 768), (392, 88)]:
+        assert int(width * mlp_ratio(hidden, width)) == hidden
+    assert mlp_ratio(3072, 768) == 4.0
 
 
 def test_saving_replaces_a_file_in_one_step(encoder, tmp_path, monkeypatch):

@@ -7,15 +7,15 @@ import torch
 
 from stop_mim.errors import InputError
 from stop_mim.models.predictor import Predictor, context_projection
-from stop_mim.positions import SinCosPositions, StochasticPositions
+from stop_mim.positions import JitteredPositions, NoiseScale, SinCosPositions, StochasticPositions, sincos_positions
 
 
-def make(sigma=0.25, convention="paper", apply_to="masked", depth=2):
+def make(sigma=0.25, convention="paper", apply_to="masked", depth=2, noise_scale=None):
     torch.manual_seed(0)
     projection = context_projection(20, 16)
     torch.nn.init.normal_(projection.bias)
     positions = StochasticPositions(
-        SinCosPositions((4, 6), 16), projection, sigma=sigma, convention=convention, apply_to=apply_to
+        SinCosPositions((4, 6), 16), projection, sigma, apply_to, convention=convention, noise_scale=noise_scale
     )
     return Predictor(projection, positions, depth=depth, heads=2)
 
@@ -44,6 +44,61 @@ def test_tokens_are_those_of_the_paper_or_of_the_release(inputs, convention):
     expected_masked = noise @ A.T + psi[target_indices.flatten(0, 1)] + rest
     torch.testing.assert_close(seen[0][:, :5], expected_context.repeat_interleave(2, 0))
     torch.testing.assert_close(seen[0][:, 5:], expected_masked)
+
+
+def tokens_of(predictor, inputs, seed=7):
+    """What the layers are given: context tokens, and masked tokens."""
+    seen = []
+    predictor.blocks.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    predictor(*inputs, generator=torch.Generator().manual_seed(seed))
+    return seen[0][:, :5], seen[0][:, 5:]
+
+
+def test_conditioned_noise_has_the_scale_of_its_image_in_every_block(inputs):
+    context, context_indices, target_indices = inputs
+    predictor = make(noise_scale=NoiseScale(20))
+    torch.nn.init.normal_(predictor.positions.noise_scale.weight)
+    psi, A = SinCosPositions((4, 6), 16).table(), predictor.projection.weight
+    heads = context.mean(1) @ predictor.positions.noise_scale.weight[0]
+    free = 2.0 ** (heads - heads.mean()).tanh()
+    scales = free / free.square().mean().sqrt()
+    noise = 0.5 * torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(7))
+    scaled = (noise.unflatten(0, (3, 2)) * scales[:, None, None, None]).flatten(0, 1)
+    seen_context, seen_masked = tokens_of(predictor, inputs)
+    torch.testing.assert_close(seen_masked, scaled @ A.T + psi[target_indices.flatten(0, 1)] + predictor.mask_token)
+    expected_context = context @ A.T + predictor.projection.bias + psi[context_indices]
+    torch.testing.assert_close(seen_context, expected_context.repeat_interleave(2, 0))
+    assert scales.max() > 1.2 * scales.min()
+
+
+def test_jittered_tokens_are_those_of_other_places(inputs):
+    torch.manual_seed(0)
+    predictor = Predictor(context_projection(20, 16), JitteredPositions((4, 6), 16, scale=0.3), depth=1, heads=2)
+    shifts = 0.3 * torch.randn(6, 4, 2, generator=torch.Generator().manual_seed(7))
+    rows, columns = (inputs[2] // 6).flatten(0, 1) + shifts[..., 0], (inputs[2] % 6).flatten(0, 1) + shifts[..., 1]
+    seen_context, seen_masked = tokens_of(predictor, inputs)
+    torch.testing.assert_close(seen_masked, sincos_positions(rows, columns, 16) + predictor.mask_token)
+    expected_context = predictor.projection(inputs[0]) + predictor.positions.table()[inputs[1]]
+    torch.testing.assert_close(seen_context, expected_context.repeat_interleave(2, 0))
+
+
+def test_one_process_of_many_never_waits_for_the_noise_to_learn(inputs, tmp_path):
+    kinds = {
+        "conditioned": make(noise_scale=NoiseScale(20)),
+        "silent": make(sigma=0.0, noise_scale=NoiseScale(20)),
+        "jittered": Predictor(
+            context_projection(20, 16), JitteredPositions((4, 6), 16, learned=True), depth=1, heads=2
+        ),
+    }
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for predictor in kinds.values():
+            shared = torch.nn.parallel.DistributedDataParallel(predictor)
+            # A parameter that was left out of one step is an error in the next.
+            for _ in range(3):
+                shared(*inputs).square().mean().backward()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_shape_and_independence_of_blocks(inputs):

@@ -18,6 +18,7 @@ from stop_mim.training.config import (
     EncoderConfig,
     LogConfig,
     MaskConfig,
+    ObjectiveConfig,
     OptimConfig,
     PositionsConfig,
     PredictorConfig,
@@ -29,6 +30,7 @@ from stop_mim.training.config import (
 )
 
 GROUPS = {
+    "objective": ObjectiveConfig,
     "encoder": EncoderConfig,
     "predictor": PredictorConfig,
     "positions": PositionsConfig,
@@ -43,6 +45,14 @@ GROUPS = {
 
 # Another value than the default for every field of every group.
 OTHER = {
+    "objective": {
+        "kind": "data2vec",
+        "target_layers": 6,
+        "beta": 2.0,
+        "norm_pixels": False,
+        "target_resolution": "max",
+        "l1_strength": 0.5,
+    },
     "probe": {
         "data": "labelled",
         "label": "class",
@@ -72,6 +82,9 @@ OTHER = {
         "apply_to": "both",
         "covariance": "low_rank(2)",
         "convention": "release",
+        "conditioned": True,
+        "jitter_scale": 0.75,
+        "jitter_learned": True,
     },
     "masks": {
         "kind": "random",
@@ -160,6 +173,14 @@ def test_a_missing_field_gets_its_default():
     assert from_json('{"optim": {"epochs": 20}}') == TrainConfig(optim=OptimConfig(epochs=20))
 
 
+def test_a_configuration_from_before_there_were_other_objectives_is_i_jepas():
+    old = json.loads(to_json(other_config()))
+    del old["objective"]
+    config = from_json(json.dumps(old))
+    assert config.objective == ObjectiveConfig(kind="ijepa", target_layers=1, beta=1.0)
+    assert dataclasses.replace(config, objective=other_config().objective) == other_config()
+
+
 def test_an_unknown_field_is_refused_by_its_path():
     with pytest.raises(InputError, match=r"unknown field 'optim\.learning_rate'"):
         from_json('{"optim": {"learning_rate": 1}}')
@@ -192,6 +213,10 @@ def test_every_field_has_a_docstring(module):
 
 
 BAD = [
+    ("objective", "kind", "MAE"),
+    ("objective", "target_layers", 0),
+    ("objective", "beta", 0.0),
+    ("objective", "beta", math.inf),
     ("encoder", "size", "medium"),
     ("encoder", "patch_size", 0),
     ("encoder", "width", 0),
@@ -205,6 +230,8 @@ BAD = [
     ("positions", "sigma_schedule", "square"),
     ("positions", "apply_to", "all"),
     ("positions", "convention", "Paper"),
+    ("positions", "jitter_scale", -0.5),
+    ("positions", "jitter_scale", math.nan),
     ("masks", "kind", "blocks"),
     ("masks", "compat", "paper"),
     ("augment", "crop_scale", (0.5, 0.2)),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from tiny_run import tiny_objective
 
-from stop_mim.training.config import PositionsConfig
+from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig
 from stop_mim.training.health import HealthMonitor, HealthSigns, effective_rank, ema_distance, measure_health
 
 HEALTHY = HealthSigns(
@@ -21,6 +21,12 @@ HEALTHY = HealthSigns(
     rank_limit=48,
     ema_distance=0.01,
 )
+
+
+OTHERS = {
+    "mae": {"objective": ObjectiveConfig("mae"), "masks": MaskConfig("random")},
+    "data2vec": {"objective": ObjectiveConfig("data2vec", target_layers=2), "masks": MaskConfig("blockwise")},
+}
 
 
 @pytest.fixture
@@ -133,6 +139,48 @@ def test_measuring_changes_nothing(images):
     assert not objective.target.training
     assert all(torch.equal(before[name], tensor) for name, tensor in objective.state_dict().items())
     assert all(parameter.grad is None for parameter in objective.parameters())
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_objectives_have_the_same_signs(images, kind):
+    objective = tiny_objective(positions=PositionsConfig(sigma=0.25), **OTHERS[kind])
+    masked = objective.masked_tokens
+    masked.mask_token.data.fill_(0.25)
+    signs = measure_health(objective, images)
+    A = objective.encoder.vit.patch_embed.proj.weight if kind == "data2vec" else objective.decoder.projection.weight
+    assert signs.A_norm == pytest.approx(A.norm().item())
+    assert signs.mask_token_norm == pytest.approx(0.25 * math.sqrt(masked.mask_token.numel()))
+    indices = torch.arange(16).repeat(4000, 1)
+    noise = masked.positions.sample(indices, generator=torch.Generator().manual_seed(0)) - masked.positions.mean(
+        indices
+    )
+    empirical = noise.square().sum(-1).mean().sqrt() / masked.positions.table().square().sum(-1).mean().sqrt()
+    assert signs.noise_to_signal == pytest.approx(empirical.item(), rel=0.02)
+    with torch.no_grad():
+        features = F.layer_norm(objective.frozen.eval()(images), (24,)).flatten(0, 1)
+    assert signs.rankme == pytest.approx(effective_rank(features), rel=1e-5)
+    assert signs.ema_distance == 0
+
+
+def test_the_distance_of_a_teacher_is_measured_and_mae_has_none():
+    for kind, expected in (("data2vec", 1.0), ("mae", 0.0)):
+        objective = tiny_objective(**OTHERS[kind])
+        for parameter in objective.encoder.parameters():
+            parameter.data.mul_(2.0)
+        assert ema_distance(objective) == pytest.approx(expected / 2)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_measuring_other_objectives_changes_nothing(images, kind):
+    objective = tiny_objective(**OTHERS[kind])
+    modes = [module.training for module in objective.modules()]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    # The encoder has drop path, which would draw random numbers, and measure something else, in training mode.
+    assert measure_health(objective, images) == measure_health(objective, images)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in objective.modules()] == modes
+    assert objective.encoder.training
 
 
 def test_a_healthy_run_is_silent(images):

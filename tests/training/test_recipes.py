@@ -1,13 +1,17 @@
 """The recipes against the numbers of the paper and of its release."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from stop_mim.errors import InputError
+from stop_mim.masking import BlockwiseMasks
+from stop_mim.models.data2vec import Data2Vec
+from stop_mim.models.mae import MAE
 from stop_mim.positions import SinCosPositions, StochasticPositions
-from stop_mim.training.build import build_masks, build_objective
+from stop_mim.training.build import build_masks, build_objective, build_positions
+from stop_mim.training.config import MaskConfig, PositionsConfig
 from stop_mim.training.recipes import RECIPES, find_recipe, summary
 
 
@@ -53,15 +57,88 @@ def test_the_papers_numbers(name, epochs, lr, final_lr, warmup, width, depth, pa
     assert (config.positions.sigma, config.positions.convention) == (0.25, "paper")
 
 
-@pytest.mark.parametrize("size", ["vitb16", "vitl16", "vith14", "tiny-imagenet"])
-def test_twins_differ_in_their_positions_alone(size):
-    stop, ijepa = find_recipe(f"stop-{size}"), find_recipe(f"ijepa-{size}")
-    assert [field.name for field in fields(stop) if getattr(stop, field.name) != getattr(ijepa, field.name)] == [
+@pytest.mark.parametrize(
+    ("plain", "stop"),
+    [(f"ijepa-{size}", f"stop-{size}") for size in ("vitb16", "vitl16", "vith14", "tiny-imagenet")]
+    + [(f"mae-{size}", f"stop-mae-{size}") for size in ("vitb16", "vitl16", "vith14", "tiny-imagenet")]
+    + [(f"data2vec-{size}", f"stop-data2vec-{size}") for size in ("vitb16", "tiny-imagenet")],
+)
+def test_twins_differ_in_their_positions_alone(plain, stop):
+    plain, stop = find_recipe(plain), find_recipe(stop)
+    assert [field.name for field in fields(stop) if getattr(stop, field.name) != getattr(plain, field.name)] == [
         "positions"
     ]
+    assert (stop.positions.sigma, stop.positions.covariance, stop.positions.convention) == (0.25, "tied", "paper")
+    kinds = [type(build_positions(config.positions, (2, 2), torch.nn.Linear(4, 8))) for config in (plain, stop)]
+    assert kinds == [SinCosPositions, StochasticPositions]
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "depth", "patch", "masked"),
+    [("mae-vitb16", 768, 12, 16, 147), ("mae-vitl16", 1024, 24, 16, 147), ("mae-vith14", 1280, 32, 14, 192)],
+)
+def test_the_published_numbers_of_mae(name, width, depth, patch, masked):
+    config = find_recipe(name)
+    optim = config.optim
+    assert (optim.epochs, optim.batch_size, optim.warmup_epochs, optim.betas) == (1600, 4096, 40, (0.9, 0.95))
+    assert optim.lr == pytest.approx(1.5e-4 * optim.batch_size / 256)
+    assert (optim.start_lr, optim.final_lr) == (0, 0)
+    assert optim.weight_decay == optim.final_weight_decay == 0.05
+    assert (config.augment.crop_scale, config.augment.flip_probability) == ((0.2, 1.0), 0.5)
+    assert config.augment.jitter_probability == config.augment.blur_probability == config.augment.grey_probability == 0
     with torch.device("meta"):
-        assert isinstance(build_objective(ijepa).predictor.positions, SinCosPositions)
-        assert isinstance(build_objective(stop).predictor.positions, StochasticPositions)
+        objective = build_objective(config)
+    assert isinstance(objective, MAE)
+    assert objective.norm_pixels
+    assert (objective.encoder.dim, objective.encoder.depth, objective.encoder.patch_size) == (
+        width,
+        depth,
+        (patch, patch),
+    )
+    assert (len(objective.decoder.blocks), objective.decoder.projection.out_features) == (8, 512)
+    assert objective.decoder.blocks[0].attn.num_heads == 16
+    assert objective.decoder.head.out_features == 3 * patch**2
+    assert build_masks(config.masks, objective.encoder.grid).target_tokens == masked
+
+
+def test_the_published_numbers_of_data2vec():
+    config = find_recipe("data2vec-vitb16")
+    optim = config.optim
+    assert (optim.epochs, optim.batch_size, optim.lr, optim.warmup_epochs) == (800, 2048, 2e-3, 10)
+    assert (optim.weight_decay, optim.final_weight_decay, optim.clip_gradient_norm) == (0.05, 0.05, 3.0)
+    assert optim.ema_start == optim.ema_final == 0.9998
+    assert config.encoder.drop_path == 0.25
+    with torch.device("meta"):
+        objective = build_objective(config)
+    assert isinstance(objective, Data2Vec)
+    assert (objective.target_layers, objective.beta) == (6, 2.0)
+    masks = build_masks(config.masks, objective.encoder.grid)
+    assert isinstance(masks, BlockwiseMasks)
+    assert masks.target_tokens == 120
+
+
+@pytest.mark.parametrize("name", ["mae-tiny-imagenet", "data2vec-tiny-imagenet"])
+def test_small_scales_share_encoder_and_length(name):
+    config, sibling = find_recipe(name), find_recipe("stop-tiny-imagenet")
+    assert config.encoder == sibling.encoder
+    assert (config.optim.epochs, config.optim.batch_size) == (sibling.optim.epochs, sibling.optim.batch_size)
+
+
+def test_what_data2vec_cannot_do_is_refused():
+    config = find_recipe("data2vec-tiny-imagenet")
+    with torch.device("meta"):
+        with pytest.raises(InputError, match=r"masks\.kind is multiblock: .* choose blockwise or random"):
+            build_objective(replace(config, masks=MaskConfig()))
+        with pytest.raises(InputError, match=r"positions\.kind is learned: .* choose another kind"):
+            build_objective(replace(config, positions=PositionsConfig(kind="learned")))
+        with pytest.raises(InputError, match=r"objective\.target_layers is 13"):
+            build_objective(replace(config, objective=replace(config.objective, target_layers=13)))
+        assert build_objective(replace(config, masks=MaskConfig(kind="random", mask_ratio=0.6)))
+
+
+def test_the_fixed_positions_of_data2vec_are_those_of_its_encoder():
+    objective = build_objective(find_recipe("data2vec-tiny-imagenet"))
+    assert torch.equal(objective.positions.table(), objective.encoder.vit.pos_embed[0])
 
 
 @pytest.mark.parametrize(("name", "sigma"), [("stop-vitb16-release", 0.25), ("stop-vith16-release", 0.2)])

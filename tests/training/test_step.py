@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_run import CPU, tiny_config, tiny_objective
 
-from stop_mim.masking import MultiBlockMasks
+from stop_mim.masking import BlockwiseMasks, MultiBlockMasks, RandomMasks
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.training.checkpoint import collect_tensors
-from stop_mim.training.config import EncoderConfig, PositionsConfig
+from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import gradient_norm, make_optimiser, training_step
@@ -202,6 +202,47 @@ def test_the_generator_decides_the_noise():
         torch.nn.init.normal_(objective.predictor.projection.weight)
         losses.append(do_step(objective, optimiser, [a_batch()], generator=torch.Generator().manual_seed(seed)).loss)
     assert losses[0] == losses[1] != losses[2]
+
+
+OTHERS = {
+    "mae": (ObjectiveConfig("mae"), MaskConfig("random"), RandomMasks(4)),
+    "data2vec": (ObjectiveConfig("data2vec", target_layers=2), MaskConfig("blockwise"), BlockwiseMasks(4)),
+}
+
+
+def make_other(kind, positions):
+    objective, masks, sampler = OTHERS[kind]
+    model = tiny_objective(objective=objective, masks=masks, positions=positions, encoder=PLAIN_ENCODER)
+    batch = (
+        torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+        sampler.sample(8, generator=torch.Generator().manual_seed(0)),
+    )
+    return model, make_optimiser(model, tiny_config().optim, CPU), batch
+
+
+@pytest.mark.parametrize("positions", [PositionsConfig(kind="sincos"), PositionsConfig(), PositionsConfig(sigma=0.0)])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_objectives_take_the_same_steps(kind, positions):
+    objective, optimiser, batch = make_other(kind, positions)
+    before = snapshot(objective, optimiser)
+    losses = [do_step(objective, optimiser, [batch], ScheduledValues(3e-3, 0.0, 0.9)).loss for _ in range(12)]
+    assert losses[-1] < losses[0]
+    learned = {name: parameter for name, parameter in objective.named_parameters() if parameter.requires_grad}
+    # As DistributedDataParallel wants it.
+    assert all(parameter.grad is not None for parameter in learned.values())
+    moved = {
+        name for name, tensor in objective.state_dict().items() if not torch.equal(tensor, before[f"model.{name}"])
+    }
+    followers = {name.replace("encoder.", "target.") for name in learned if name.startswith("encoder.")}
+    assert moved == set(learned) | (followers if kind == "data2vec" else set())
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_step_of_another_objective_that_is_not_finite_changes_no_bit(kind):
+    objective, optimiser, (images, masks) = make_other(kind, PositionsConfig())
+    before = snapshot(objective, optimiser)
+    assert not do_step(objective, optimiser, [(images * float("nan"), masks)]).updated
+    assert all(torch.equal(before[name], tensor) for name, tensor in collect_tensors(objective, optimiser).items())
 
 
 def test_steps_lower_the_loss():

@@ -1,82 +1,19 @@
 """A stochastic layer is believed when its mean, covariance, gradient and silence are all measured."""
 
-import ast
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import stop_mim.positions
-from stop_mim.positions import LearnedPositions, SinCosPositions, StochasticPositions
+from stop_mim.positions import SinCosPositions, StochasticPositions
 
-GRID, DIM, ENCODER_DIM = (3, 5), 8, 12
-
-
-@pytest.fixture
-def projection():
-    torch.manual_seed(0)
-    return nn.Linear(ENCODER_DIM, DIM)
-
-
-@pytest.fixture
-def indices():
-    return torch.tensor([[0, 4, 7], [14, 1, 1]])
+GRID, DIM = (3, 5), 8
 
 
 def sampled_covariance(positions, draws=200_000):
     samples = positions(torch.full((1, draws), 7), generator=torch.Generator().manual_seed(0))[0].detach()
     return samples.mean(0), torch.cov(samples.T)
-
-
-def test_imports_torch_alone():
-    tree = ast.parse(Path(stop_mim.positions.__file__).read_text())
-    roots = {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    roots |= {
-        alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
-    }
-    assert roots <= {"torch", "abc", "math", "collections", "typing"}
-
-
-def test_sincos_is_row_major_and_separable():
-    table = SinCosPositions(GRID, DIM)(torch.arange(15)[None])[0].unflatten(0, GRID)
-    assert table.shape == (3, 5, DIM)
-    columns, rows = table[..., : DIM // 2], table[..., DIM // 2 :]
-    assert torch.equal(columns[0], columns[2])
-    assert torch.equal(rows[:, 0], rows[:, 4])
-    # Worked out by hand for dim 8: frequencies 1 and 0.01, column 4, row 2.
-    expected = torch.tensor([4.0, 0.04]), torch.tensor([2.0, 0.02])
-    torch.testing.assert_close(columns[2, 4], torch.cat([expected[0].sin(), expected[0].cos()]))
-    torch.testing.assert_close(rows[2, 4], torch.cat([expected[1].sin(), expected[1].cos()]))
-
-
-def test_sincos_positions_are_distinct_and_not_parameters():
-    positions = SinCosPositions(14, 384)
-    assert not list(positions.parameters())
-    assert not positions.state_dict()
-    distances = torch.cdist(positions.table(), positions.table()) + torch.eye(196) * 100
-    assert distances.min() > 0.1
-
-
-def test_learned_positions_are_learned(indices):
-    positions = LearnedPositions(GRID, DIM)
-    positions(indices).sum().backward()
-    touched = positions.weight.grad.abs().sum(-1) > 0
-    assert touched.nonzero().flatten().tolist() == [0, 1, 4, 7, 14]
-
-
-@pytest.mark.parametrize("kind", [SinCosPositions, LearnedPositions])
-def test_resizing_keeps_the_grid_it_has_and_follows_the_image(kind):
-    positions = kind((4, 6), DIM)
-    torch.testing.assert_close(positions.resized((4, 6)).table(), positions.table(), atol=1e-6, rtol=0)
-    fine = positions.resized((12, 18))
-    assert fine.grid == (12, 18)
-    # The centre patch of each 3x3 group has the coarse patch's own centre.
-    centres = fine.table().unflatten(0, (12, 18))[1::3, 1::3].flatten(0, 1)
-    if kind is SinCosPositions:
-        torch.testing.assert_close(centres, positions.table(), atol=1e-5, rtol=0)
-    assert fine.table().shape == (12 * 18, DIM)
 
 
 @pytest.mark.parametrize("covariance", ["tied", "identity", "diagonal", "untied", "low_rank(3)"])
@@ -93,6 +30,7 @@ def test_samples_have_the_mean_and_the_covariance_of_the_formula(projection, cov
     torch.testing.assert_close(mean, base.table()[7] + bias, atol=0.01 * scale.sqrt().item(), rtol=0)
     torch.testing.assert_close(cov, expected, atol=0.02 * scale.item(), rtol=0)
     torch.testing.assert_close(positions.covariance_matrix().detach(), expected)
+    assert positions.noise_power().item() == pytest.approx(expected.trace().item())
     rank = {"low_rank(3)": 3}.get(covariance, DIM)
     assert torch.linalg.matrix_rank(expected) == rank
 
@@ -221,13 +159,6 @@ def test_extra_repr(projection):
 def test_bad_arguments_are_named(projection, change, words):
     with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
         StochasticPositions(**{"base": SinCosPositions(GRID, DIM), "projection": projection} | change)
-
-
-def test_bad_grids_and_widths_are_named():
-    with pytest.raises(ValueError, match="dim is 6"):
-        SinCosPositions(GRID, 6)
-    with pytest.raises(ValueError, match="grid is 0x5"):
-        LearnedPositions((0, 5), 8)
 
 
 class SomebodysMaskedModel(nn.Module):

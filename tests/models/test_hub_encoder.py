@@ -1,0 +1,90 @@
+"""Models of the hub give their own tokens, without network: small ones are saved and loaded as a folder."""
+
+import builtins
+
+import pytest
+import torch
+
+from stop_mim.errors import InputError, MissingExtra
+from stop_mim.models.hub_encoder import load_hub_encoder
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+SHAPE = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 96,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+def save(tmp_path, kind, config):
+    torch.manual_seed(0)
+    model = kind(config(**SHAPE)).eval()
+    model.save_pretrained(tmp_path / "model")
+    return model, load_hub_encoder(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", ["ViT", "IJepa", "Dinov2"])
+def test_tokens_are_those_of_the_model(tmp_path, name):
+    model, encoder = save(tmp_path, getattr(transformers, f"{name}Model"), getattr(transformers, f"{name}Config"))
+    images = torch.randn(2, 3, 32, 32)
+    tokens = encoder(images)
+    assert tokens.shape == (2, 16, 48)
+    torch.testing.assert_close(tokens, model(images).last_hidden_state[:, -16:])
+    torch.testing.assert_close(encoder.embed(images, 2)[:, 48:], tokens.mean(1))
+    assert encoder(torch.randn(1, 3, 48, 40)).shape == (1, 30, 48)
+    assert not encoder.training
+
+
+def test_an_mae_is_its_encoder_without_masking(tmp_path):
+    model, encoder = save(tmp_path, transformers.ViTMAEForPreTraining, transformers.ViTMAEConfig)
+    images = torch.randn(2, 3, 32, 32)
+    model.vit.config.mask_ratio = 0.0
+    model.vit.embeddings.config.mask_ratio = 0.0
+    order = torch.linspace(0, 1, 16).repeat(2, 1)
+    expected = model.vit(images, noise=order).last_hidden_state[:, 1:]
+    torch.testing.assert_close(encoder(images), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_untrained_weights_are_others(tmp_path):
+    _, encoder = save(tmp_path, transformers.ViTModel, transformers.ViTConfig)
+    torch.manual_seed(1)
+    other = load_hub_encoder(str(tmp_path / "model"), pretrained=False)
+    assert not torch.equal(encoder(torch.ones(1, 3, 32, 32)), other(torch.ones(1, 3, 32, 32)))
+
+
+def test_mistakes_are_told(tmp_path, monkeypatch):
+    _, encoder = save(tmp_path, transformers.ViTModel, transformers.ViTConfig)
+    with pytest.raises(InputError, match="30x32 pixels cannot be cut"):
+        encoder(torch.zeros(1, 3, 30, 32))
+    with pytest.raises(InputError, match="has 3 layers"):
+        encoder.embed(torch.zeros(1, 3, 32, 32), 4)
+    with pytest.raises(InputError, match=r"hf:.*nothing.* could not be loaded"):
+        load_hub_encoder(str(tmp_path / "nothing"))
+    transformers.BertModel(
+        transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16)
+    ).save_pretrained(tmp_path / "bert")
+    with pytest.raises(InputError, match="not a plain Vision Transformer"):
+        load_hub_encoder(str(tmp_path / "bert"))
+
+    real_import = builtins.__import__
+
+    def without_transformers(name, *rest, **more):
+        if name == "transformers":
+            raise ImportError(name)
+        return real_import(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_transformers)
+    with pytest.raises(MissingExtra, match=r"stop-mim\[hf\]"):
+        load_hub_encoder("somebody/model")
+
+
+def test_a_pickle_is_not_read(tmp_path):
+    model, _ = save(tmp_path, transformers.ViTModel, transformers.ViTConfig)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(InputError, match="safetensors"):
+        load_hub_encoder(str(tmp_path / "model"))

@@ -1,0 +1,319 @@
+"""MAE: what is compared with what, who sees what, where the noise goes, and that it is what transformers' MAE is."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+
+from stop_mim.masking import Masks, MultiBlockMasks, RandomMasks
+from stop_mim.models.encoder import Dimensions, Encoder, create_encoder
+from stop_mim.models.mae import MAE, Decoder, normalise_patches
+from stop_mim.models.predictor import context_projection
+from stop_mim.positions import Positions, SinCosPositions, StochasticPositions
+
+PATCH, GRID = 8, (4, 6)
+
+
+def make(sigma=None, **options):
+    """A MAE of 24 patches of 8x8; without sigma its positions are plain ones."""
+    torch.manual_seed(0)
+    encoder = create_encoder(Dimensions(width=48, depth=2, heads=3), image_size=(32, 48), patch_size=PATCH)
+    projection = context_projection(48, 24)
+    positions = SinCosPositions(GRID, 24)
+    if sigma is not None:
+        positions = StochasticPositions(positions, projection, sigma=sigma, **options)
+    return MAE(encoder, Decoder(projection, positions, 3 * PATCH**2, depth=2, heads=2))
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 3, 32, 48, generator=generator), RandomMasks(GRID).sample(4, generator=generator)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def change_patches(images, indices, amount=3.0, pixels=slice(None)):
+    """The images with some pixels of these patches, an image at a time, changed."""
+    changed = images.clone()
+    for image, patches in zip(changed, indices.flatten(1), strict=True):
+        for patch in patches.tolist():
+            row, column = patch // GRID[1] * PATCH, patch % GRID[1] * PATCH
+            image[:, row : row + PATCH, column : column + PATCH][..., pixels] += amount
+    return changed
+
+
+def test_three_patches_in_four_are_masked(batch):
+    _, masks = batch
+    assert masks.context.shape == (4, 6)
+    assert masks.targets.shape == (4, 1, 18)
+
+
+def test_the_loss_is_the_mean_squared_error_of_normalised_pixels(batch):
+    model, (images, masks) = make(), batch
+    predicted, errors = model.predict(images, masks), []
+    for image in range(4):
+        for number, patch in enumerate(masks.targets[image, 0].tolist()):
+            row, column = patch // GRID[1] * PATCH, patch % GRID[1] * PATCH
+            pixels = images[image, :, row : row + PATCH, column : column + PATCH].flatten()
+            wanted = (pixels - pixels.mean()) / (pixels.var(correction=1) + 1e-6).sqrt()
+            errors.append((predicted[image, 0, number] - wanted).square().mean())
+    torch.testing.assert_close(model(images, masks), torch.stack(errors).mean(), atol=1e-6, rtol=1e-5)
+
+
+def test_normalised_patches_have_mean_zero_and_unbiased_variance_one_and_flat_ones_stay_finite():
+    patches = normalise_patches(5 + 3 * torch.randn(2, 7, 192, generator=seeded()))
+    torch.testing.assert_close(patches.mean(-1), torch.zeros(2, 7), atol=1e-5, rtol=0)
+    torch.testing.assert_close(patches.var(-1, correction=1), torch.ones(2, 7), atol=1e-5, rtol=0)
+    assert torch.equal(normalise_patches(torch.ones(1, 1, 192)), torch.zeros(1, 1, 192))
+
+
+def test_without_normalisation_pixels_are_predicted_as_they_are(batch):
+    model, (images, masks) = make(), batch
+    model.norm_pixels = False
+    target = model.target_pixels(images, masks)
+    row, column = masks.targets[2, 0, 5].item() // GRID[1] * PATCH, masks.targets[2, 0, 5].item() % GRID[1] * PATCH
+    assert torch.equal(target[2, 0, 5], images[2, :, row : row + PATCH, column : column + PATCH].flatten())
+    assert model(images, masks).item() != make()(images, masks).item()
+
+
+def test_the_loss_is_that_of_masked_patches_alone(batch):
+    model, (images, masks) = make(), batch
+    before, predicted = model.target_pixels(images, masks), model.predict(images, masks)
+    visible = model.target_pixels(change_patches(images, masks.context, pixels=0), masks)
+    masked = change_patches(images, masks.targets, pixels=0)
+    assert torch.equal(visible, before)
+    assert not torch.isclose(model.target_pixels(masked, masks), before).all(-1).any()
+    # The prediction is the same, so that the loss moves with the target of a masked pixel.
+    wanted = F.mse_loss(predicted, model.target_pixels(masked, masks))
+    torch.testing.assert_close(model(masked, masks), wanted)
+    assert model(masked, masks).item() != pytest.approx(model(images, masks).item(), rel=1e-4)
+
+
+def test_the_encoder_never_sees_a_masked_patch_but_sees_the_others(batch):
+    model, (images, masks) = make(), batch
+    before = model.predict(images, masks)
+    assert torch.equal(model.predict(change_patches(images, masks.targets), masks), before)
+    seen = model.predict(change_patches(images, masks.context, pixels=0), masks)
+    assert not torch.isclose(seen, before, atol=1e-7, rtol=1e-6).all(-1).any()
+
+
+def test_what_is_kept_is_the_encoder_itself_and_there_is_no_target(batch):
+    model = make()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.update_target(0.5)
+    assert model.frozen is model.encoder
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {name.split(".")[0] for name in before} == {"encoder", "decoder"}
+
+
+def test_gradients_reach_everything_that_learns(batch):
+    model = make(sigma=0.25)
+    model(*batch, seeded()).backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == {"encoder.vit.pos_embed"}
+
+
+def test_without_noise_stop_is_plain_mae_to_the_bit(batch):
+    plain, stop = make(), make(sigma=0.0)
+    stop.load_state_dict(plain.state_dict())
+    assert torch.equal(stop(*batch, seeded()), plain(*batch))
+    noisy = make(sigma=4.0)
+    noisy.load_state_dict(plain.state_dict())
+    torch.nn.init.normal_(noisy.decoder.projection.weight)
+    assert noisy(*batch, seeded(0)).item() != noisy(*batch, seeded(1)).item()
+    assert noisy(*batch, seeded(0)).item() == noisy(*batch, seeded(0)).item()
+    noisy.eval()
+    assert noisy(*batch, seeded(0)).item() == noisy(*batch, seeded(1)).item()
+
+
+@pytest.mark.parametrize(("sigma", "reaches"), [(0.0, False), (0.25, True)])
+def test_gradients_reach_A_through_the_noise(batch, sigma, reaches):
+    model = make(sigma=sigma)
+    # Features that are zero leave A no gradient but the noise's.
+    torch.nn.init.zeros_(model.encoder.vit.norm.weight)
+    model(*batch, seeded()).backward()
+    assert bool(model.decoder.projection.weight.grad.abs().max() > 0) == reaches
+
+
+def test_the_noise_moves_masked_tokens_alone(batch):
+    model, (images, masks) = make(sigma=4.0), batch
+    torch.nn.init.normal_(model.decoder.projection.weight)
+    inputs = []
+    model.decoder.blocks.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    for seed in (0, 1):
+        model.predict(images, masks, seeded(seed))
+    assert torch.equal(inputs[0][:, :6], inputs[1][:, :6])
+    assert not torch.isclose(inputs[0][:, 6:], inputs[1][:, 6:]).all(-1).any()
+
+
+def test_several_target_blocks_are_each_predicted_on_their_own(batch):
+    model, images = make(), batch[0]
+    masks = MultiBlockMasks(GRID).sample(4, generator=seeded())
+    together = model.predict(images, masks)
+    for block in range(masks.targets.shape[1]):
+        alone = model.predict(images, Masks(masks.context, masks.targets[:, block : block + 1]))
+        torch.testing.assert_close(together[:, block], alone[:, 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sigma", [None, 0.25])
+def test_it_learns_a_few_images(batch, sigma):
+    model, (_, masks) = make(sigma), batch
+    images = F.interpolate(torch.randn(4, 3, 2, 3, generator=seeded()), (32, 48), mode="bicubic")
+    optimiser, generator, losses = torch.optim.AdamW(model.parameters(), 6e-3), seeded(), []
+    for _ in range(60):
+        loss = model(images, masks, generator)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(1, abs=0.3)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_bfloat16_autocast_needs_no_scaler(batch):
+    model = make(sigma=0.25)
+    exact = model(*batch, generator=seeded())
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(*batch, generator=seeded())
+    rounded.backward()
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+class CopiedPositions(Positions):
+    """A table that was made elsewhere."""
+
+    def __init__(self, table, grid):
+        super().__init__()
+        self.grid, self.dim = grid, table.shape[1]
+        self.register_buffer("copied", table)
+
+    def table(self):
+        return self.copied
+
+    def resized(self, grid):
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """transformers' MAE with random weights, none of which is zero."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTMAEConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=96,
+        layer_norm_eps=1e-6,
+        image_size=32,
+        patch_size=PATCH,
+        decoder_num_attention_heads=2,
+        decoder_hidden_size=24,
+        decoder_num_hidden_layers=2,
+        decoder_intermediate_size=96,
+        mask_ratio=0.75,
+        norm_pix_loss=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.ViTMAEForPreTraining(config).eval()
+    if "vit.layers.0.attention.q_proj.weight" not in model.state_dict():
+        pytest.skip("this version of transformers has other names for MAE's layers")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2 if parameter.ndim > 1 else 0.5)
+    # A whole new model of theirs may have tables of zeros, until weights are loaded; its parts make the real ones.
+    parts = transformers.models.vit_mae.modeling_vit_mae
+    embeddings, decoder = parts.ViTMAEEmbeddings(config), parts.ViTMAEDecoder(config, num_patches=16)
+    embeddings.initialize_weights()
+    decoder.initialize_weights(num_patches=16)
+    model.vit.embeddings.position_embeddings.data.copy_(embeddings.position_embeddings)
+    model.decoder.decoder_pos_embed.data.copy_(decoder.decoder_pos_embed)
+    return model
+
+
+def copy_layers(ours, theirs_state, prefix):
+    """Their layers, whose attention has three matrices, into timm's, whose has one."""
+    names = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
+    names |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+    for number, block in enumerate(ours):
+        state = {
+            f"{mine}.{kind}": theirs_state[f"{prefix}.{number}.{other}.{kind}"]
+            for mine, other in names.items()
+            for kind in ("weight", "bias")
+        }
+        for kind in ("weight", "bias"):
+            parts = [theirs_state[f"{prefix}.{number}.attention.{part}_proj.{kind}"] for part in "qkv"]
+            state[f"attn.qkv.{kind}"] = torch.cat(parts)
+        block.load_state_dict(state, strict=True)
+
+
+def copied(theirs):
+    """Our MAE with their weights, their class token and their tables of positions."""
+    state = theirs.state_dict()
+    vit = VisionTransformer(32, PATCH, embed_dim=48, depth=2, num_heads=3, mlp_ratio=2, num_classes=0, global_pool="")
+    vit.cls_token.data.copy_(state["vit.embeddings.cls_token"])
+    vit.pos_embed.data.copy_(state["vit.embeddings.position_embeddings"])
+    for kind in ("weight", "bias"):
+        getattr(vit.patch_embed.proj, kind).data.copy_(state[f"vit.embeddings.patch_embeddings.projection.{kind}"])
+        getattr(vit.norm, kind).data.copy_(state[f"vit.layernorm.{kind}"])
+    copy_layers(vit.blocks, state, "vit.layers")
+    positions = CopiedPositions(state["decoder.decoder_pos_embed"][0, 1:], (4, 4))
+    projection = context_projection(48, 24)
+    decoder = Decoder(projection, positions, 3 * PATCH**2, depth=2, heads=2)
+    decoder.mask_token.data.copy_(state["decoder.mask_token"][0, 0])
+    # Their pixels are in the order row, column, channel.
+    order = torch.arange(3 * PATCH**2).reshape(PATCH, PATCH, 3).permute(2, 0, 1).flatten()
+    for kind in ("weight", "bias"):
+        getattr(projection, kind).data.copy_(state[f"decoder.decoder_embed.{kind}"])
+        getattr(decoder.norm, kind).data.copy_(state[f"decoder.decoder_norm.{kind}"])
+        getattr(decoder.head, kind).data.copy_(state[f"decoder.decoder_pred.{kind}"][order])
+    copy_layers(decoder.blocks, state, "decoder.decoder_layers")
+    return MAE(Encoder(vit), decoder), order
+
+
+def test_loss_and_predictions_are_those_of_transformers_on_the_same_weights_and_mask(theirs):
+    model, order = copied(theirs)
+    images, noise = torch.randn(3, 3, 32, 32, generator=seeded()), torch.rand(3, 16, generator=seeded(1))
+    with torch.no_grad():
+        wanted = theirs(images, noise=noise)
+        masked = wanted.mask.bool()
+        masks = Masks((~masked).nonzero()[:, 1].view(3, 4), masked.nonzero()[:, 1].view(3, 1, 12))
+        predicted, loss = model.predict(images, masks), model(images, masks)
+    # The patches of the lowest noise are seen: what they call noise decides the mask, and nothing else.
+    assert torch.equal(noise.argsort(1)[:, :4].sort(1).values, masks.context)
+    logits = torch.stack([wanted.logits[image, masks.targets[image, 0]] for image in range(3)])[..., order]
+    assert logits.std() > 0.1
+    torch.testing.assert_close(predicted[:, 0], logits, atol=1e-5, rtol=1e-5)
+    assert loss.item() == pytest.approx(wanted.loss.item(), abs=1e-5)
+    # Every part has its say: with another class token, mask token or table the predictions are others.
+    for part in (model.encoder.vit.cls_token, model.decoder.mask_token, model.decoder.positions.copied):
+        before = part.data.clone()
+        part.data.add_(torch.randn(part.shape, generator=seeded()))
+        with torch.no_grad():
+            assert not torch.allclose(model.predict(images, masks), predicted, atol=1e-2)
+        part.data.copy_(before)
+
+
+def test_the_tables_of_positions_are_the_same_columns_first_up_to_the_class_token(theirs):
+    table = theirs.vit.embeddings.position_embeddings[0]
+    ours = SinCosPositions(4, 48).table()
+    assert not table[0].any()
+    torch.testing.assert_close(table[1:], ours, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        theirs.decoder.decoder_pos_embed[0, 1:], SinCosPositions(4, 24).table(), atol=1e-6, rtol=0
+    )
+    # Rows first would be the same features with the halves exchanged, or the same patches with the grid transposed.
+    exchanged = ours.roll(24, dims=1)
+    assert not torch.allclose(table[1:], exchanged, atol=0.1)
+    torch.testing.assert_close(exchanged, ours.unflatten(0, (4, 4)).transpose(0, 1).flatten(0, 1), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("grid", [4, 8, 14, 16])
+def test_as_many_patches_are_masked_as_in_transformers(grid):
+    # They keep int(patches * (1 - ratio)); where the patches are no multiple of four, we may keep one more.
+    masks = RandomMasks(grid, 0.75)
+    assert masks.context_tokens == int(grid**2 * (1 - 0.75))
+    assert masks.context_tokens + masks.target_tokens == math.prod(masks.grid)

@@ -1,0 +1,250 @@
+"""Noise that the context deals out: it starts as plain StoP, follows the context, and cannot be silenced."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from stop_mim.errors import InputError
+from stop_mim.positions import NoiseScale, SinCosPositions, StochasticPositions
+from stop_mim.training.build import build_positions
+from stop_mim.training.config import PositionsConfig
+
+GRID, DIM, ENCODER_DIM = (3, 5), 8, 12
+SEVERAL_PARAMETERS = [0.0, 0.3, 3.0, 30.0, 1e6]
+
+
+def make(projection, **change):
+    return StochasticPositions(SinCosPositions(GRID, DIM), projection, noise_scale=NoiseScale(ENCODER_DIM), **change)
+
+
+def contexts(images=4, seed=0, offset=0.0):
+    return offset + torch.randn(images, 5, ENCODER_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def stir(noise_scale, size=1.0, seed=0):
+    """Another head, of any size, that says different things about different images."""
+    generator = torch.Generator().manual_seed(seed)
+    noise_scale.weight.data.copy_(size * torch.randn(noise_scale.weight.shape, generator=generator))
+    return noise_scale
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("images", [1, 3, 7])
+def test_it_starts_as_plain_stop_bit_for_bit(projection, images):
+    indices = torch.arange(15).expand(images, 15)
+    assert torch.equal(NoiseScale(ENCODER_DIM)(contexts(images)), torch.ones(images))
+    plain = StochasticPositions(SinCosPositions(GRID, DIM), projection)
+    noisy = make(projection)(indices, context=contexts(images), generator=seeded())
+    assert torch.equal(noisy, plain(indices, generator=seeded()))
+
+
+def test_the_scale_is_that_of_the_formula():
+    noise_scale = stir(NoiseScale(ENCODER_DIM, most=3.0))
+    context = contexts(6)
+    heads = torch.stack([tokens.mean(0) @ noise_scale.weight[0] for tokens in context]).detach()
+    free = 3.0 ** (heads - heads.mean()).tanh()
+    torch.testing.assert_close(noise_scale(context).detach(), free / free.square().mean().sqrt())
+    assert noise_scale(context).std() > 0.1
+
+
+def test_what_all_images_have_in_common_does_not_matter():
+    noise_scale = stir(NoiseScale(ENCODER_DIM))
+    scales = noise_scale(contexts(6, offset=100.0))
+    torch.testing.assert_close(scales, noise_scale(contexts(6)), atol=1e-3, rtol=0)
+    (gradient,) = torch.autograd.grad(scales[0], noise_scale.weight)
+    assert gradient.abs().sum() > 0.01
+
+
+def test_samples_have_the_covariance_of_their_image(projection):
+    positions = make(projection)
+    stir(positions.noise_scale, size=2.0)
+    context, draws = contexts(3), 100_000
+    samples = positions(torch.full((3, draws), 7), context=context, generator=seeded()).detach()
+    scales, A = positions.noise_scale(context).detach(), projection.weight.detach()
+    covariances = torch.stack([torch.cov(image.T) for image in samples])
+    size = (0.25 * A @ A.T).diagonal().max().item()
+    for scale, image, covariance in zip(scales, samples, covariances, strict=True):
+        expected = 0.25 * scale**2 * A @ A.T
+        torch.testing.assert_close(covariance, expected, atol=0.02 * size * scale.item() ** 2, rtol=0)
+        torch.testing.assert_close(image.mean(0), positions.table()[7], atol=0.015 * size**0.5 * scale.item(), rtol=0)
+    assert scales.max() > 1.5 * scales.min()
+    # What the health signs read is the mean over the images, whatever the head says.
+    torch.testing.assert_close(covariances.mean(0), positions.covariance_matrix().detach(), atol=0.02 * size, rtol=0)
+
+
+def test_every_block_of_an_image_has_its_scale(projection):
+    positions = make(projection, covariance="identity")
+    stir(positions.noise_scale, size=2.0)
+    context = contexts(2, seed=2)
+    noise = positions(torch.full((6, 4000), 7), context=context, generator=seeded()) - positions.table()[7]
+    measured = noise.std(dim=(1, 2)) / 0.5
+    scales = positions.noise_scale(context)
+    torch.testing.assert_close(measured, scales.repeat_interleave(3), atol=0.02, rtol=0)
+    assert scales.max() > 1.2 * scales.min()
+
+
+@pytest.mark.parametrize("size", SEVERAL_PARAMETERS)
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+@pytest.mark.parametrize("images", [1, 2, 9])
+def test_no_parameters_silence_a_batch_or_an_image(size, offset, images):
+    for seed in range(20):
+        scales = stir(NoiseScale(ENCODER_DIM), size, seed)(contexts(images, seed, offset))
+        assert scales.square().mean().item() == pytest.approx(1, abs=1e-5)
+        # What a mean can lose to its root mean square between 1/2 and 2: at worst 2 √(1/2 · 2) / (1/2 + 2).
+        assert scales.mean() >= 0.8 - 1e-5
+        assert scales.min() >= 0.25
+        assert scales.max() <= 4.0
+
+
+@pytest.mark.parametrize("goal", ["power", "mean", "least"])
+def test_not_even_training_for_silence_silences_it(projection, goal):
+    noise_scale, context = stir(NoiseScale(ENCODER_DIM), size=0.1), contexts(8)
+    measure = {"power": lambda s: s.square().mean(), "mean": torch.mean, "least": torch.min}[goal]
+    optimiser = torch.optim.Adam(noise_scale.parameters(), 0.1)
+    for _ in range(200):
+        optimiser.zero_grad()
+        measure(noise_scale(context)).backward()
+        optimiser.step()
+    reached = measure(noise_scale(context)).item()
+    assert reached >= {"power": 1 - 1e-5, "mean": 0.8, "least": 0.25}[goal]
+    # It did try: the two that can move are near their limits.
+    assert reached < {"power": 1 + 1e-5, "mean": 0.9, "least": 0.35}[goal]
+
+
+def test_noise_moves_to_the_images_that_it_harms_least(projection):
+    positions = make(projection, sigma=1.0, covariance="identity")
+    context = contexts(8)
+    harm = torch.tensor([1.0, 0.0]).repeat(4)
+    context[:, :, 0] = 2 * harm[:, None] - 1
+    optimiser = torch.optim.Adam(positions.noise_scale.parameters(), 0.1)
+    generator, indices = seeded(), torch.full((8, 20), 7)
+    for _ in range(60):
+        noise = positions(indices, context=context, generator=generator) - positions.table()[7]
+        optimiser.zero_grad()
+        (harm * noise.square().mean(dim=(1, 2))).sum().backward()
+        optimiser.step()
+    scales = positions.noise_scale(context).detach()
+    assert scales[harm == 1].max() < 0.5 < 1.2 < scales[harm == 0].min()
+    assert scales.square().mean().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_gradient_reaches_head_and_factor_and_not_the_encoder(projection, indices):
+    positions, context = make(projection), contexts(2).requires_grad_()
+    positions(indices, context=context, generator=seeded()).square().sum().backward()
+    assert projection.weight.grad.abs().sum() > 0
+    assert positions.noise_scale.weight.grad.abs().sum() > 0
+    assert context.grad is None
+
+
+@pytest.mark.parametrize("convention", ["paper", "release"])
+@pytest.mark.parametrize("silence", ["eval", "sigma", "nowhere"])
+def test_silent_positions_are_bit_equal_to_those_without_a_head(projection, indices, silence, convention):
+    change = {"sigma": {"sigma": 0.0}, "nowhere": {"apply_to": "none"}}.get(silence, {}) | {"convention": convention}
+    positions = make(projection, **change).train(silence != "eval")
+    stir(positions.noise_scale)
+    plain = StochasticPositions(SinCosPositions(GRID, DIM), projection, **change).train(silence != "eval")
+    silent = positions(indices, context=contexts(2))
+    assert torch.equal(silent.view(torch.int32), plain(indices).view(torch.int32))
+    if silence != "sigma":
+        assert torch.equal(positions(indices), silent)
+
+
+@pytest.mark.parametrize("covariance", ["tied", "identity", "diagonal", "untied", "low_rank(2)"])
+@pytest.mark.parametrize(("images", "sigma"), [(2, 0.25), (1, 0.25), (2, 0.0)])
+def test_all_that_learns_has_a_gradient(projection, covariance, images, sigma):
+    positions = make(projection, sigma=sigma, covariance=covariance)
+    token = nn.Parameter(torch.zeros(DIM))
+    indices = torch.arange(3).expand(2, 3)
+    (positions(indices, context=contexts(images)) + token).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in positions.parameters())
+    nowhere = make(projection, apply_to="none", covariance=covariance)
+    assert not any(parameter.requires_grad for parameter in nowhere.parameters())
+
+
+def test_the_bias_of_the_release_is_not_scaled(projection):
+    positions = make(projection, convention="release")
+    stir(positions.noise_scale, size=2.0)
+    samples = positions(torch.full((2, 100_000), 7), context=contexts(2), generator=seeded()).detach()
+    expected = (positions.table()[7] + projection.bias.detach()).expand(2, DIM)
+    torch.testing.assert_close(samples.mean(1), expected, atol=0.01, rtol=0)
+
+
+def test_generator_makes_it_reproducible(projection, indices):
+    positions = make(projection)
+    first, second = (positions(indices, context=contexts(2), generator=seeded(3)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, positions(indices, context=contexts(2), generator=seeded(4)))
+
+
+def test_bf16_contexts_and_autocast_keep_the_tie(projection, indices):
+    positions = make(projection)
+    stir(positions.noise_scale, size=2.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        scales = positions.noise_scale(contexts(5).bfloat16())
+        assert positions(indices, context=contexts(2).bfloat16()).isfinite().all()
+    assert scales.dtype == torch.float32
+    assert scales.square().mean().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_resized_and_copied_positions_keep_their_head(projection):
+    positions = make(projection)
+    assert positions.resized((6, 10)).noise_scale is positions.noise_scale
+    twin = copy.deepcopy(positions)
+    stir(twin.noise_scale)
+    twin.load_state_dict(positions.state_dict())
+    assert set(positions.state_dict()) == {"noise_scale.weight"}
+    assert not twin.noise_scale.weight.any()
+
+
+def test_sample_without_a_context_is_an_average_image(projection, indices):
+    positions = make(projection).eval()
+    stir(positions.noise_scale)
+    plain = StochasticPositions(SinCosPositions(GRID, DIM), projection)
+    assert torch.equal(positions.sample(indices, generator=seeded()), plain.sample(indices, generator=seeded()))
+    with_context = positions.sample(indices, context=contexts(2), generator=seeded())
+    assert not torch.equal(with_context, plain.sample(indices, generator=seeded()))
+
+
+def test_extra_repr(projection):
+    assert "(noise_scale): NoiseScale(context_dim=12, most=2)" in repr(make(projection))
+
+
+def test_mistakes_are_named(projection, indices):
+    positions = make(projection)
+    with pytest.raises(ValueError, match="context is None and the noise depends on the context"):
+        positions(indices)
+    with pytest.raises(ValueError, match="indices have 2 rows and the context 3 images"):
+        positions(indices, context=contexts(3))
+    with pytest.raises(ValueError, match=r"shape \(2, 12\): give \(images, tokens, 12 features\)"):
+        positions(indices, context=torch.zeros(2, 12))
+    with pytest.raises(ValueError, match=r"most is 0\.5"):
+        NoiseScale(ENCODER_DIM, most=0.5)
+
+
+def test_the_configuration_asks_for_it_by_name(projection):
+    assert build_positions(PositionsConfig(), GRID, projection).noise_scale is None
+    assert build_positions(PositionsConfig(conditioned=True), GRID, projection).noise_scale.most == 2
+    with pytest.raises(InputError, match=r"positions.conditioned is True and positions.kind sincos"):
+        build_positions(PositionsConfig(kind="sincos", conditioned=True), GRID, projection)
+
+
+def test_a_model_starts_with_the_weights_of_its_unconditioned_twin(train_briefly):
+    ours, theirs = (
+        train_briefly(PositionsConfig(conditioned=conditioned), steps=0)[0] for conditioned in (True, False)
+    )
+    twin = theirs.state_dict()
+    own = {
+        name for name, tensor in ours.state_dict().items() if name not in twin or not torch.equal(tensor, twin[name])
+    }
+    assert own == {"predictor.positions.noise_scale.weight"}
+
+
+def test_a_model_learns_with_it(train_briefly):
+    objective, losses = train_briefly(PositionsConfig(conditioned=True))
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert objective.predictor.positions.noise_scale.weight.abs().max() > 0.01
