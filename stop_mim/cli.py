@@ -3,12 +3,14 @@
 import contextlib
 import difflib
 import io
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
@@ -47,13 +49,14 @@ def demo(arguments: list[str]) -> None:
 
 
 def pretrain(arguments: list[str]) -> None:
-    """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--GROUP.FIELD VALUE …]."""
+    """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]."""
+    from stop_mim.training.config import TrainConfig
     from stop_mim.training.loop import train
     from stop_mim.training.recipes import RECIPES, find_recipe, summary
 
     if arguments and arguments[0] in HELP:
         _print_table(
-            "stop-mim pretrain RECIPE --data NAME [--GROUP.FIELD VALUE …]",
+            "stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]",
             "recipe",
             {name: summary(name) for name in RECIPES},
         )
@@ -61,9 +64,27 @@ def pretrain(arguments: list[str]) -> None:
         return
     if not arguments or arguments[0].startswith("-"):
         raise InputError(f"pretrain needs the name of a recipe first: choose one of {', '.join(RECIPES)}.")
-    name = arguments[0]
-    config = parse(find_recipe(name), arguments[1:], f"stop-mim pretrain {name}")
-    _tell_end(train(config, recipe=name))
+
+    @dataclass(frozen=True)
+    class PretrainOptions(TrainConfig):
+        """A pretraining run."""
+
+        init: str | None = None
+        """Weights to begin with: a run, a checkpoint or a .pth.tar of a release (all of them), or an encoder by any name."""
+
+    name, names = arguments[0], [field.name for field in fields(TrainConfig)]
+    defaults = find_recipe(name)
+    chosen = parse(
+        PretrainOptions(**{field: getattr(defaults, field) for field in names}),
+        arguments[1:],
+        f"stop-mim pretrain {name}",
+    )
+    more: dict[str, Any] = {}
+    if chosen.init is not None:
+        from stop_mim.exchange.initial_weights import initialise
+
+        more["initialise"] = partial(initialise, name=chosen.init)
+    _tell_end(train(TrainConfig(**{field: getattr(chosen, field) for field in names}), recipe=name, **more))
 
 
 def resume(arguments: list[str]) -> None:
@@ -92,7 +113,121 @@ def resume(arguments: list[str]) -> None:
     _tell_end(resume_run(arguments[0], options.checkpoint, options.speed, options.stop_after_steps))
 
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"demo": demo, "pretrain": pretrain, "resume": resume}
+def evaluate(arguments: list[str]) -> None:
+    """Score encoders: stop-mim evaluate ENCODER [ENCODER …] --task TASK --data NAME."""
+    from stop_mim.evaluation.config import EvaluateConfig
+
+    names = _leading_words(arguments)
+    config = parse(EvaluateConfig(), arguments[len(names) :], "stop-mim evaluate ENCODER …")
+    from stop_mim.evaluation.evaluate import evaluate as evaluate_encoders
+
+    evaluate_encoders(names, config)
+
+
+def export(arguments: list[str]) -> None:
+    """Hand an encoder to others: stop-mim export RUN --to timm|hf|onnx|export --out FOLDER [--push OWNER/NAME]."""
+
+    @dataclass(frozen=True)
+    class ExportOptions:
+        """Write the encoder of a run, of a release or of any other name as a new folder, with a model card."""
+
+        to: Literal["timm", "hf", "onnx", "export"] | None = None
+        """timm: safetensors for timm; hf: an IJepaModel for transformers; onnx: ONNX; export: a program of torch.export."""
+        out: Path | None = None
+        """Folder to write, which must not be there yet."""
+        push: str | None = None
+        """Push the folder to this OWNER/NAME of the Hugging Face hub too; a new repository is private."""
+        licence: str | None = None
+        """Licence of the weights for the model card, such as apache-2.0."""
+
+    asked_for_help = any(argument in HELP for argument in arguments)
+    if not asked_for_help and (not arguments or arguments[0].startswith("-")):
+        raise InputError("export needs an encoder first: stop-mim export RUN --to timm|hf|onnx|export --out FOLDER.")
+    options = parse(ExportOptions(), arguments if asked_for_help else arguments[1:], "stop-mim export RUN")
+    if options.to is None or options.out is None:
+        raise InputError(
+            f"{'to' if options.to is None else 'out'} is not given: 'stop-mim export --help' shows what it is."
+        )
+    from stop_mim.exchange.export import export_encoder
+
+    export_encoder(arguments[0], options.to, options.out, options.push, options.licence)
+    _print(f"Written: {options.out}{f', and pushed to {options.push}' if options.push else ''}.")
+
+
+def sweep(arguments: list[str]) -> None:
+    """Compare variants over seeds, as the paper's ablations do: stop-mim sweep NAME [--scale SCALE] [--dry-run]."""
+    from stop_mim.sweeps.config import SweepConfig
+    from stop_mim.sweeps.grid import SWEEPS
+
+    if arguments and arguments[0] in HELP:
+        _print_table("stop-mim sweep NAME [options]", "sweep", {name: grid.summary for name, grid in SWEEPS.items()})
+        _print("stop-mim sweep NAME --help shows every option.")
+        return
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"sweep needs the name of a sweep first: choose one of {', '.join(SWEEPS)}.")
+    config = parse(SweepConfig(), arguments[1:], f"stop-mim sweep {arguments[0]}")
+    from stop_mim.sweeps.runner import run_sweep
+
+    run_sweep(arguments[0], config)
+
+
+def figure(arguments: list[str]) -> None:
+    """Draw the paper's figures from runs: stop-mim figure 1|3|4|5|6|covariance|theory|all --runs RUN [RUN …]."""
+
+    @dataclass(frozen=True)
+    class FigureOptions:
+        """Draw figures as PDF and PNG, from the folders of runs alone."""
+
+        runs: tuple[Path, ...] = ()
+        """Folders of runs; several seeds of the same settings are averaged."""
+        out: Path = Path("figures")
+        """Folder of the figures."""
+
+    names = _leading_words(arguments)
+    options = parse(FigureOptions(), arguments[len(names) :], "stop-mim figure NAME")
+    if not names:
+        raise InputError("figure needs the name of a figure first: 1, 3, 4, 5, 6, covariance, theory or all.")
+    from stop_mim.analysis.figures import draw_figures
+
+    for path in draw_figures(names, options.runs, options.out, tell=_print):
+        _print(f"Written: {path}")
+
+
+def report(arguments: list[str]) -> None:
+    """Write a page to look at, one file that opens anywhere: stop-mim report RUN [RUN …] -o report.html."""
+
+    @dataclass(frozen=True)
+    class ReportOptions:
+        """Write one self-contained HTML file about runs, finished or not; several runs are compared."""
+
+        out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
+        """File to write."""
+        images: tuple[Path, ...] = ()
+        """Images to look at with the runs' encoders, at most sixteen; not given: some of the first run's data."""
+
+    names = _leading_words(arguments)
+    options = parse(ReportOptions(), arguments[len(names) :], "stop-mim report RUN …")
+    if not names:
+        raise InputError("report needs the folder of a run first: stop-mim report RUN [RUN …] -o report.html.")
+    from stop_mim.analysis.report import write_report
+
+    write_report([Path(name) for name in names], options.out, options.images or None, Console())
+
+
+def _leading_words(arguments: list[str]) -> list[str]:
+    return list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "demo": demo,
+    "pretrain": pretrain,
+    "resume": resume,
+    "evaluate": evaluate,
+    "sweep": sweep,
+    "figure": figure,
+    "report": report,
+    "export": export,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

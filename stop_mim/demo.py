@@ -12,6 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from stop_mim.analysis.figures import loss_figure, positions_figure
+from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
@@ -19,8 +20,8 @@ from stop_mim.evaluation.clevr import count_classes, distance_classes
 from stop_mim.evaluation.features import pixel_features, pooled_features
 from stop_mim.evaluation.knn import knn
 from stop_mim.evaluation.linear import linear_probe
+from stop_mim.exchange.loading import load_encoder
 from stop_mim.files import write_atomically
-from stop_mim.models.encoder import load_encoder
 from stop_mim.positions import StochasticPositions
 from stop_mim.seeds import derive_seed
 from stop_mim.training.build import build_encoder, build_objective
@@ -37,6 +38,7 @@ TASKS = {"count": count_classes, "distance": distance_classes}
 LABELLED_SCENES = 1000
 TEST_SCENES = "scenes:count=5000,size=64"
 NEIGHBOURS = 20
+SCORES_FILE, REPORT_FILE = "demo.json", "report.html"
 
 
 def run_demo(config: TrainConfig | None = None, console: Console | None = None) -> Path:
@@ -52,9 +54,10 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
     if not result.finished:
         raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
     scores = compare(config, result.folder, train_source, test_source, console)
-    write_atomically(result.folder / "results.json", lambda file: file.write_text(json.dumps(scores, indent=2)))
+    write_atomically(result.folder / SCORES_FILE, lambda file: file.write_text(json.dumps(scores, indent=2)))
     draw(config, result.folder)
-    report(scores, result.folder, console)
+    write_report([result.folder], result.folder / REPORT_FILE)
+    show_scores(scores, result.folder, console)
     return result.folder
 
 
@@ -77,10 +80,17 @@ def compare(
         for number, (name, (train_features, test_features)) in enumerate(features.items(), start=1):
             scores[name] = {}
             for task, (train_labels, test_labels) in labels.items():
-                probes = [
-                    *linear_probe(train_features, train_labels, test_features, test_labels),
-                    *knn(train_features, train_labels, test_features, test_labels, (NEIGHBOURS,)),
-                ]
+                classes, cpu = int(train_labels.max()) + 1, torch.device("cpu")
+                sets = (
+                    {"last1": [train_features]},
+                    train_labels,
+                    {"last1": [test_features]},
+                    test_labels,
+                    classes,
+                    cpu,
+                )
+                neighbours = ([train_features], train_labels, [test_features], test_labels, classes, cpu, (NEIGHBOURS,))
+                probes = [*linear_probe(*sets, standardise=(True,)), *knn(*neighbours)]
                 scores[name] |= {f"{task}/{probe}": value for probe, value in probes}
             display.update("probing", number, len(features), name)
     return scores
@@ -102,14 +112,14 @@ def draw(config: TrainConfig, folder: Path) -> None:
     loss_figure(read_metrics(folder), folder / "loss.png")
     objective = build_objective(config)
     newest = RunFolder(folder).newest_checkpoint()
-    positions = objective.predictor.positions
+    positions = objective.positions
     if newest is not None and isinstance(positions, StochasticPositions):
         tensors = read_checkpoint(newest).tensors
         objective.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
         positions_figure(positions, folder / "positions.png")
 
 
-def report(scores: dict[str, dict[str, float]], folder: Path, console: Console) -> None:
+def show_scores(scores: dict[str, dict[str, float]], folder: Path, console: Console) -> None:
     """The table, and what to type next."""
     title = f"Frozen features, probes with {LABELLED_SCENES} labels: test accuracy in %"
     table = Table(title=title, title_justify="left")
@@ -129,10 +139,12 @@ def report(scores: dict[str, dict[str, float]], folder: Path, console: Console) 
     console.print(
         f"Loss curve: {escape(str(folder / 'loss.png'))}   Sampled positions: {escape(str(folder / 'positions.png'))}"
     )
+    console.print(f"A page to look at, in a browser: {escape(str(folder / REPORT_FILE))}", soft_wrap=True)
     console.print("Next, with your own images (a folder, or a parquet file):", style="bold")
     for line in (
         "stop-mim pretrain stop-tiny-imagenet --data YOUR_FOLDER",
         "stop-mim pretrain --help",
+        f"stop-mim evaluate {folder} untrained:{folder} --task clevr --data scenes:count=2000",
         f"python -c \"from stop_mim import load_encoder; print(load_encoder('{folder}'))\"",
     ):
         console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)

@@ -31,7 +31,7 @@ def test_the_demo_ends_with_a_table_figures_and_what_to_type_next(small_demo, tm
     shown = console.export_text()
     for words in ("StoP, trained", "the same, untrained", "pixels", "chance", "stop-mim pretrain stop-tiny-imagenet"):
         assert words in shown
-    scores = json.loads((folder / "results.json").read_text())
+    scores = json.loads((folder / "demo.json").read_text())
     assert set(scores) == {"trained", "untrained", "pixels"}
     for values in scores.values():
         assert {"count/linear/top1", "count/knn/top1@20", "distance/linear/top1", "distance/knn/top1@20"} <= set(values)

@@ -1,23 +1,225 @@
-"""Frozen features: average-pooled tokens of an encoder's last layers, or the pixels themselves, for all images."""
+"""Frozen features: average-pooled tokens of an encoder's last layers, computed once and kept on disk.
 
+They are written in chunks as they come, so that memory holds one chunk, an interruption loses one, and several processes
+share the work; they are read memory-mapped.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stop_mim.data.augment import normalise, resize_batch
+from stop_mim.data.cache import cache_folder
+from stop_mim.data.image_source import ImageSource, digest
+from stop_mim.data.labelled import labelled_views
 from stop_mim.data.loader import Progress
-from stop_mim.models.encoder import Encoder
+from stop_mim.errors import InputError
+from stop_mim.files import write_atomically
+from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.training.distributed import Ranks, wait_for_all
+
+CHUNK_IMAGES = 16_384
+# Goes into the name of what is stored: to be raised when the same images would give other features.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class View:
+    """What an encoder is shown of an image: its centre after the short side was resized, or the whole, squeezed."""
+
+    size: tuple[int, int]
+    resize_to: int | None = None
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of those images of a source that could be read, in memory-mapped chunks; the last layer comes last."""
+
+    chunks: tuple[Float[Tensor, "_ _"], ...]
+    indices: Int[Tensor, " n"]
+    layer_dim: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def last(self, layers: int) -> "Features":
+        """Those of the last layers alone."""
+        return Features(
+            tuple(chunk[:, -layers * self.layer_dim :] for chunk in self.chunks), self.indices, self.layer_dim
+        )
+
+    def rows(self, positions: Int[Tensor, " m"]) -> Float[Tensor, "m dim"]:
+        """Some of them, in memory."""
+        ends = torch.tensor([len(chunk) for chunk in self.chunks]).cumsum(0)
+        found = torch.empty(len(positions), self.chunks[0].shape[1])
+        for chunk, (start, end) in zip(
+            self.chunks, zip(torch.cat([ends.new_zeros(1), ends]), ends, strict=False), strict=True
+        ):
+            here = (positions >= start) & (positions < end)
+            found[here] = chunk[positions[here] - start].float()
+        return found
+
+    def on(self, device: torch.device) -> Float[Tensor, "n dim"]:
+        """All of them, in full precision, in the memory of a device."""
+        return torch.cat([chunk.to(device).float() for chunk in self.chunks])
+
+    def size_on_device(self) -> int:
+        """Bytes that `on` takes."""
+        return 4 * len(self) * self.chunks[0].shape[1]
+
+
+def encoder_fingerprint(encoder: FrozenEncoder) -> str:
+    """A short hexadecimal name of the weights and of what is done to images before they come in."""
+    weights = encoder.state_dict()
+    tensors = (
+        part
+        for name in sorted(weights)
+        for part in (
+            name,
+            tuple(weights[name].shape),
+            weights[name].detach().cpu().float().contiguous().numpy().tobytes(),
+        )
+    )
+    return digest([type(encoder).__name__, encoder.mean, encoder.std, *tensors])
+
+
+def features_folder(encoder: FrozenEncoder, source: ImageSource, view: View, layers: int, device: torch.device) -> Path:
+    """Where these features are kept; bf16, which a GPU computes with, gives features of its own."""
+    key = digest([VERSION, encoder_fingerprint(encoder), source.fingerprint(), view, layers, device.type])
+    return cache_folder() / "features" / key
+
+
+def extract_features(
+    encoder: FrozenEncoder,
+    source: ImageSource,
+    view: View,
+    layers: int,
+    ranks: Ranks,
+    folder: Path,
+    batch_size: int = 256,
+    workers: int = 2,
+    progress: Progress | None = None,
+) -> Features:
+    """Features of all images of a source: those chunks that the folder lacks are computed, each by one process."""
+    chunks = range(-(-len(source) // CHUNK_IMAGES))
+    mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
+    indices = np.concatenate([np.arange(*_bounds(chunk, len(source))) for chunk in mine] or [np.arange(0)])
+    if len(indices):
+        batches = labelled_views(source, indices, view.size, view.resize_to, ranks.device, batch_size, workers)
+        with ThreadPoolExecutor(1) as writer:
+            _write_chunks(_embedded(encoder, batches, layers, progress, len(indices)), indices, mine, folder, writer)
+    wait_for_all(ranks)
+    return read_features(folder, len(chunks), encoder.dim, source.name)
+
+
+def _bounds(chunk: int, n_images: int) -> tuple[int, int]:
+    return chunk * CHUNK_IMAGES, min((chunk + 1) * CHUNK_IMAGES, n_images)
+
+
+@torch.inference_mode()
+def _embedded(
+    encoder: FrozenEncoder,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    layers: int,
+    progress: Progress | None,
+    total: int,
+) -> Iterator[tuple[np.ndarray, Tensor]]:
+    was_training, done = encoder.training, 0
+    encoder.eval()
+    for positions, pixels in batches:
+        images = normalise(pixels, encoder.mean, encoder.std)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
+            features = encoder.embed(images, layers)
+        # Half precision holds features after a norm; what it cannot hold is found when the chunk is written.
+        yield positions.numpy(), features.half()
+        done += len(positions)
+        if progress is not None:
+            progress(done, total)
+    encoder.train(was_training)
+
+
+def _write_chunks(
+    embedded: Iterator[tuple[np.ndarray, Tensor]],
+    indices: np.ndarray,
+    chunks: Sequence[int],
+    folder: Path,
+    writer: ThreadPoolExecutor,
+) -> None:
+    """Collect batches by chunk; a chunk is written in the background while the next one is computed."""
+    collected: dict[int, list[tuple[np.ndarray, Tensor]]] = {chunk: [] for chunk in chunks}
+    pending: list[Future[None]] = []
+
+    def finish(before: int | None) -> None:
+        for chunk in [chunk for chunk in collected if before is None or chunk < before]:
+            pending.append(writer.submit(_write_chunk, _chunk_file(folder, chunk), collected.pop(chunk)))
+        for future in [future for future in pending if future.done()]:
+            future.result()
+
+    for positions, features in embedded:
+        numbers = indices[positions]
+        owners = numbers // CHUNK_IMAGES
+        finish(before=int(owners.min()))
+        for chunk in np.unique(owners):
+            here = owners == chunk
+            collected[int(chunk)].append((numbers[here], features if here.all() else features[torch.from_numpy(here)]))
+    finish(before=None)
+    for future in pending:
+        future.result()
+
+
+def _write_chunk(path: Path, parts: list[tuple[np.ndarray, Tensor]]) -> None:
+    indices = torch.from_numpy(np.concatenate([numbers for numbers, _ in parts] or [np.arange(0)]))
+    features = torch.cat([features for _, features in parts]).cpu() if parts else torch.empty(0, 0, dtype=torch.half)
+    if not torch.isfinite(features).all():
+        raise InputError(
+            "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
+        )
+    order = indices.argsort()
+    tensors = {"features": features[order].contiguous(), "indices": indices[order].contiguous()}
+    write_atomically(path, lambda file: save_file(tensors, file))
+
+
+def _chunk_file(folder: Path, chunk: int) -> Path:
+    return folder / f"chunk-{chunk:06d}.safetensors"
+
+
+def read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Features:
+    """Open the chunks of a folder without reading them."""
+    parts = []
+    for chunk in range(n_chunks):
+        path = _chunk_file(folder, chunk)
+        try:
+            part = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(
+                f"The stored features {path} cannot be read ({error}): delete the file and try again."
+            ) from error
+        if len(part["indices"]):
+            parts.append(part)
+    if not parts:
+        raise InputError(f"None of the images of '{name}' can be read: check the data.")
+    return Features(
+        tuple(part["features"] for part in parts), torch.cat([part["indices"] for part in parts]), layer_dim
+    )
 
 
 @torch.inference_mode()
 def pooled_features(
-    encoder: Encoder,
+    encoder: FrozenEncoder,
     pixels: UInt8[Tensor, "n 3 height width"],
     layers: int = 1,
     batch_size: int = 256,
     progress: Progress | None = None,
 ) -> Float[Tensor, "n dim"]:
-    """Features of images, resized to the encoder's size, on the device where the encoder is."""
+    """Features of images in memory, resized to the encoder's size, on the device where the encoder is."""
     device = next(encoder.parameters()).device
     was_training = encoder.training
     encoder.eval()

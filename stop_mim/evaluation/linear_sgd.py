@@ -1,0 +1,497 @@
+"""The paper's linear protocol: heads on frozen features of augmented images, trained by SGD, all of them at once.
+
+A held-out part of the training images chooses among the heads; the test set is scored once, and decides nothing.
+"""
+
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from stop_mim.data.augment import Augment, AugmentConfig, normalise
+from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out, labelled_views, reading_mode
+from stop_mim.data.loader import STORED_TO_USED, Progress
+from stop_mim.errors import InputError
+from stop_mim.evaluation.features import encoder_fingerprint
+from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.seeds import seeded_generator
+from stop_mim.training.checkpoint import (
+    Checkpoint,
+    collect_tensors,
+    read_checkpoint,
+    restore_tensors,
+    save_checkpoint,
+)
+from stop_mim.training.config import SpeedConfig, _require, _require_choices
+from stop_mim.training.distributed import Ranks, broadcast, reduce_mean, share, wait_for_all
+from stop_mim.training.loop import MAX_DEFAULT_WORKERS, TrainingDiverged, autocast_for
+from stop_mim.training.schedules import cosine
+
+TrainView = Literal["random_resized_crop", "resize_flip"]
+TestView = Literal["resize_crop", "resize"]
+
+LR_IMAGES = 256
+IMAGES_AT_A_TIME = 256
+TOP = (1, 5)
+
+
+@dataclass(frozen=True)
+class LinearSGDConfig:
+    """How the linear heads are trained and chosen; the defaults are the protocol of ImageNet-1k."""
+
+    epochs: int = 28
+    """Passes over the training images."""
+    batch_size: int = 256
+    """Images an update, over all devices."""
+    lrs: tuple[float, ...] = (0.01,)
+    """Learning rates for a batch of 256 images, scaled linearly with the batch; every head is trained with each of them."""
+    schedule: Literal["milestones", "cosine"] = "milestones"
+    """milestones: the learning rate falls at some epochs; cosine: along half a cosine over all of them."""
+    milestones: tuple[int, ...] = (8, 16, 24)
+    """Epochs, counted from 0, at whose beginning the learning rate falls."""
+    milestone_factor: float = 0.1
+    """What remains of the learning rate at a milestone."""
+    final_factor: float = 0.01
+    """What remains of the learning rate at the end of the cosine."""
+    momentum: float = 0.9
+    """Nesterov momentum of SGD."""
+    weight_decay: float = 5e-4
+    """Weight decay of weights and biases."""
+    layers: int = 4
+    """The heads see the last layer, or the concatenation of this many; all layers if the encoder has fewer."""
+    train_view: TrainView = "random_resized_crop"
+    """random_resized_crop: a random part of the image; resize_flip: the whole image. Both are flipped at random."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest area of a random crop, as a part of the image."""
+    flip_probability: float = 0.5
+    """Chance that a training image is mirrored left to right."""
+    test_view: TestView = "resize_crop"
+    """resize_crop: the short side to 8/7 of the size, then the centre, as 256 is to 224; resize: the whole image."""
+    held_out_part: float = 0.05
+    """Part of the training images, of every class alike, that chooses the head; the heads do not learn from it."""
+    held_out_images: int = 10_000
+    """The most images that are held out."""
+    seed: int = 0
+    """Seed of the heads, the held-out part, the order of the images and their augmentation."""
+
+    def __post_init__(self) -> None:
+        _require_choices(self, "linear_sgd")
+        for name in ("epochs", "layers", "held_out_images"):
+            _require(self, "linear_sgd", name, getattr(self, name) > 0, "give a number above zero")
+        _require(self, "linear_sgd", "batch_size", self.batch_size > 1, "give at least 2 images")
+        rates = bool(self.lrs) and all(0 < lr < math.inf for lr in self.lrs) and len({*self.lrs}) == len(self.lrs)
+        _require(self, "linear_sgd", "lrs", rates, "give one or more different numbers above zero")
+        falls = all(one < other for one, other in zip((0, *self.milestones), self.milestones, strict=False))
+        _require(self, "linear_sgd", "milestones", falls, "give epochs above zero, the earliest first")
+        for name in ("milestone_factor", "final_factor"):
+            _require(self, "linear_sgd", name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
+        _require(self, "linear_sgd", "momentum", 0 < self.momentum < 1, "give a number between 0 and 1")
+        _require(
+            self, "linear_sgd", "weight_decay", 0 <= self.weight_decay < math.inf, "give zero or a positive number"
+        )
+        _require(self, "linear_sgd", "held_out_part", 0 < self.held_out_part < 1, "give a number between 0 and 1")
+        self.augment()
+
+    def augment(self) -> AugmentConfig:
+        """The augmentation of the training images."""
+        return AugmentConfig(crop_scale=self.crop_scale, flip_probability=self.flip_probability)
+
+
+def lr_factor(config: LinearSGDConfig, epoch: float) -> float:
+    """What remains of the learning rate after so many epochs."""
+    if config.schedule == "cosine":
+        return cosine(epoch / config.epochs, 1.0, config.final_factor)
+    return config.milestone_factor ** bisect_right(config.milestones, epoch)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What one of the linear heads sees, and how fast it learns."""
+
+    layers: int
+    batch_norm: bool
+    lr: float
+
+    def name(self, with_lr: bool = False) -> str:
+        """A name such as last4+bn, or last4+bn@0.01."""
+        return f"last{self.layers}{'+bn' if self.batch_norm else ''}{f'@{self.lr:g}' if with_lr else ''}"
+
+
+def heads_for(config: LinearSGDConfig, depth: int) -> tuple[Head, ...]:
+    """The last layer and the last few, without and with BatchNorm, at every learning rate."""
+    layers = sorted({1, min(config.layers, depth)})
+    return tuple(Head(count, norm, lr) for count in layers for norm in (False, True) for lr in config.lrs)
+
+
+class SynchronisedBatchNorm(nn.BatchNorm1d):
+    """BatchNorm1d without scale and shift, with the statistics of the images of all processes.
+
+    Its inputs are frozen features, so that no gradient has to be carried between the processes.
+    """
+
+    momentum: float
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, features: int, ranks: Ranks) -> None:
+        super().__init__(features, affine=False)
+        self.ranks = ranks
+
+    def forward(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+        """Standardised features: by the batch in training, else by the running statistics."""
+        if not self.training or self.ranks.world_size == 1:
+            return super().forward(features)
+        # Of bad files alone, no process may have an image.
+        count = reduce_mean(features.new_full((), len(features)), self.ranks).clamp(min=1 / self.ranks.world_size)
+        mean = reduce_mean(features.sum(0), self.ranks) / count
+        variance = reduce_mean((features - mean).square().sum(0), self.ranks) / count
+        total = count * self.ranks.world_size
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(variance * total / (total - 1).clamp(min=1), self.momentum)
+        self.num_batches_tracked.add_(1)
+        return (features - mean) * (variance + self.eps).rsqrt()
+
+
+class LinearHeads(nn.Module):
+    """Linear classifiers side by side; those with BatchNorm share one, as it has nothing to learn."""
+
+    def __init__(self, heads: tuple[Head, ...], dim: int, classes: int, ranks: Ranks, seed: int = 0) -> None:
+        super().__init__()
+        self.heads, self.dim = heads, dim
+        self.norm = SynchronisedBatchNorm(dim * max(head.layers for head in heads), ranks)
+        # Without the library's own initial weights, which would move the global generator.
+        linears = [nn.utils.skip_init(nn.Linear, dim * head.layers, classes) for head in heads]
+        for head, linear in zip(heads, linears, strict=True):
+            # The same at every learning rate, so that one more in the grid changes none of the others.
+            generator = seeded_generator("cpu", seed, "head", head.layers, int(head.batch_norm))
+            nn.init.normal_(linear.weight, std=0.01, generator=generator)
+            nn.init.zeros_(linear.bias)
+        self.linears = nn.ModuleList(linears)
+
+    def logits(self, features: Float[Tensor, "batch layers_times_dim"]) -> Float[Tensor, "heads batch classes"]:
+        """Scores of the classes by each head; of the features, a head takes the last columns."""
+        normed = self.norm(features)
+        inputs = [(normed if head.batch_norm else features)[:, -head.layers * self.dim :] for head in self.heads]
+        return torch.stack([linear(part) for linear, part in zip(self.linears, inputs, strict=True)])
+
+    def forward(
+        self, features: Float[Tensor, "batch layers_times_dim"], labels: Int[Tensor, " batch"]
+    ) -> Float[Tensor, " heads"]:
+        """The cross-entropy of each head, summed over the batch."""
+        logits = self.logits(features)
+        targets = labels.expand(len(logits), -1).flatten()
+        return F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").view(len(logits), -1).sum(1)
+
+
+def linear_sgd(
+    encoder: FrozenEncoder,
+    train: LabelledSet,
+    test: LabelledSet,
+    config: LinearSGDConfig,
+    ranks: Ranks | None = None,
+    progress: Progress | None = None,
+    speed: SpeedConfig | None = None,
+    state_file: Path | None = None,
+) -> Iterator[tuple[str, float]]:
+    """Yields accuracies in percent: of every head, then of the one that the held-out images choose.
+
+    With a `state_file` every epoch is saved there, and a call with the same arguments goes on from it. Of `speed`, its
+    precision, batch_size_per_device (images in the encoder at a time), loader and workers count.
+    """
+    check_sets(train, test)
+    ranks = ranks or ranks_of(encoder)
+    run = LinearRun(encoder, train, config, ranks, speed or SpeedConfig())
+    return _results(run, test, StateFile(state_file, run.identity(), ranks), progress)
+
+
+def _results(
+    run: "LinearRun", test: LabelledSet, state: "StateFile", progress: Progress | None
+) -> Iterator[tuple[str, float]]:
+    with evaluation_mode(run.encoder):
+        run.train(state, progress)
+        held_out, tested = run.score(run.held_out).tolist(), run.score(test).tolist()
+    for head, ours, theirs in zip(run.heads.heads, held_out, tested, strict=True):
+        name = f"linear_sgd/{head.name(len(run.config.lrs) > 1)}"
+        yield f"{name}/held_out_top1", ours[0]
+        for top, value in zip(TOP, theirs, strict=True):
+            yield f"{name}/top{top}", value
+    best = max(range(len(held_out)), key=lambda number: held_out[number][0])
+    chosen = run.heads.heads[best]
+    yield "linear_sgd/layers", float(chosen.layers)
+    yield "linear_sgd/batch_norm", float(chosen.batch_norm)
+    yield "linear_sgd/lr", chosen.lr
+    yield "linear_sgd/held_out_top1", held_out[best][0]
+    for top, value in zip(TOP, tested[best], strict=True):
+        yield f"linear_sgd/top{top}", value
+
+
+class LinearRun:
+    """The heads of an encoder, and all that their training needs."""
+
+    def __init__(
+        self, encoder: FrozenEncoder, train: LabelledSet, config: LinearSGDConfig, ranks: Ranks, speed: SpeedConfig
+    ) -> None:
+        self.encoder, self.config, self.ranks, self.speed = encoder, config, ranks, speed
+        encoder.to(ranks.device)
+        self.used, self.held_out = hold_out(train, config.held_out_part, config.held_out_images, config.seed)
+        heads, classes = heads_for(config, encoder.depth), int(train.classes.max()) + 1
+        self.heads = LinearHeads(heads, encoder.dim, classes, ranks, config.seed).to(ranks.device)
+        scale = config.batch_size / LR_IMAGES
+        groups = [
+            {"params": [*linear.parameters()], "peak_lr": head.lr * scale}
+            for head, linear in zip(heads, self.heads.linears, strict=True)
+        ]
+        self.optimiser = torch.optim.SGD(
+            groups, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=True
+        )
+        self.model = share(self.heads, ranks)
+
+    def identity(self) -> dict[str, Any]:
+        """What a saved state must agree with."""
+        return {
+            "evaluation": "linear_sgd",
+            "config": asdict(self.config),
+            "encoder": encoder_fingerprint(self.encoder),
+            "image_size": self.encoder.image_size,
+            "images": self.used.fingerprint(),
+        }
+
+    def train(self, state: "StateFile", progress: Progress | None) -> None:
+        """Every epoch from where the state is to the last."""
+        config, first = self.config, 0
+        saved = state.read()
+        if saved is not None:
+            restore_tensors(saved, self.heads, self.optimiser)
+            first = saved.step
+        if first == config.epochs:
+            return
+        augment = Augment(config.augment(), self.encoder.image_size, self.encoder.mean, self.encoder.std)
+        batches = labelled_batches(
+            self.used,
+            augment,
+            config.batch_size,
+            config.seed,
+            config.train_view == "random_resized_crop",
+            self.ranks,
+            self.speed,
+        )
+        self.heads.train()
+        for epoch in range(first, config.epochs):
+            self._train_epoch(epoch, batches, progress)
+            state.save(epoch + 1, collect_tensors(self.heads, self.optimiser))
+
+    def _train_epoch(self, epoch: int, batches: LabelledBatches, progress: Progress | None) -> None:
+        total = torch.zeros(len(self.heads.heads), device=self.ranks.device)
+        with closing(batches.epoch(epoch)) as labelled:
+            for step, (images, labels) in enumerate(labelled):
+                factor = lr_factor(self.config, epoch + step / len(batches))
+                for group in self.optimiser.param_groups:
+                    group["lr"] = group["peak_lr"] * factor
+                # A batch that lost its images to bad files has no statistics.
+                if self.ranks.world_size > 1 or len(labels) > 1:
+                    total += self._step(images, labels)
+                if progress is not None:
+                    progress(epoch * len(batches) + step + 1, self.config.epochs * len(batches))
+        if not torch.isfinite(reduce_mean(total, self.ranks)).any():
+            raise TrainingDiverged(
+                f"No linear head had a finite loss in epoch {epoch + 1}: lower linear_sgd.lrs ({self.config.lrs}), or look "
+                "for values in the encoder that are not finite."
+            )
+
+    def _step(
+        self, images: Float[Tensor, "batch 3 height width"], labels: Int[Tensor, " batch"]
+    ) -> Float[Tensor, " heads"]:
+        features = self.features(images)
+        self.optimiser.zero_grad(set_to_none=True)
+        # Processes may have different numbers of images, and each image has the same weight.
+        count = reduce_mean(torch.full((), float(len(labels)), device=self.ranks.device), self.ranks)
+        losses = self.model(features, labels) / count.clamp(min=1 / self.ranks.world_size)
+        losses.sum().backward()
+        self.optimiser.step()
+        return losses.detach()
+
+    def features(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch layers_times_dim"]:
+        """Frozen features of the last layers in full precision, of some images at a time."""
+        layers = max(head.layers for head in self.heads.heads)
+        if not len(images):
+            return torch.zeros(0, layers * self.encoder.dim, device=images.device)
+        # Not inference_mode: what it makes cannot be kept for the heads' gradients.
+        with torch.no_grad(), autocast_for(self.speed.precision, self.ranks.device):
+            parts = [self.encoder.embed(part, layers) for part in images.split(images_at_a_time(self.speed))]
+        return torch.cat([part.float() for part in parts])
+
+    def score(self, data: LabelledSet) -> Float[Tensor, "heads top"]:
+        """Accuracies of every head in percent."""
+        self.heads.eval()
+
+        def predict(images: Tensor) -> Tensor:
+            return self.heads.logits(self.features(images))
+
+        heads = len(self.heads.heads)
+        return accuracies(predict, heads, data, self.encoder, self.config.test_view, self.ranks, self.speed)
+
+
+@torch.no_grad()
+def accuracies(
+    predict: Callable[[Tensor], Tensor],
+    heads: int,
+    data: LabelledSet,
+    encoder: FrozenEncoder,
+    view: TestView,
+    ranks: Ranks,
+    speed: SpeedConfig,
+) -> Float[Tensor, "heads top"]:
+    """Percent of the images whose class is the first, or among the first five, of each head's logits.
+
+    `predict` gives (heads, batch, classes) for normalised images. Every process scores its part of the images; images
+    that cannot be read do not count.
+    """
+    mine = slice(ranks.rank, None, ranks.world_size)
+    labels, resize_to = torch.from_numpy(data.classes[mine]), None
+    if view == "resize_crop":
+        resize_to = round(STORED_TO_USED * max(encoder.image_size))
+    right = torch.zeros(heads, len(TOP), dtype=torch.float64, device=ranks.device)
+    count = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    views = labelled_views(
+        data.source,
+        data.indices[mine],
+        encoder.image_size,
+        resize_to,
+        ranks.device,
+        images_at_a_time(speed),
+        workers_for(speed, ranks),
+    )
+    with closing(views):
+        for positions, pixels in views:
+            logits = predict(normalise(pixels, encoder.mean, encoder.std))
+            right += _hits(logits, labels[positions].to(ranks.device)).sum(1)
+            count += len(positions)
+    return (100 * reduce_mean(right, ranks) / reduce_mean(count, ranks)).float()
+
+
+def _hits(
+    logits: Float[Tensor, "heads batch classes"], labels: Int[Tensor, " batch"]
+) -> Float[Tensor, "heads batch top"]:
+    ranked = logits.topk(min(max(TOP), logits.shape[2]), dim=2).indices == labels[:, None]
+    hits = torch.stack([ranked[:, :, :top].any(2) for top in TOP], dim=2)
+    # A head whose weights are not finite knows nothing, whatever the order of its scores.
+    return (hits & torch.isfinite(logits).all(2, keepdim=True)).double()
+
+
+def labelled_batches(
+    data: LabelledSet, augment: Augment, batch_size: int, seed: int, crop: bool, ranks: Ranks, speed: SpeedConfig
+) -> LabelledBatches:
+    """This process's part of batches that have `batch_size` images over all processes."""
+    if batch_size % ranks.world_size:
+        raise InputError(
+            f"batch_size is {batch_size}: it must be a multiple of {ranks.world_size}, the number of processes."
+        )
+    mode = speed.loader
+    if mode == "auto":
+        mode = broadcast(reading_mode(data, ranks.device, ranks.processes_on_host), ranks)
+    return LabelledBatches(
+        data,
+        augment,
+        ranks.device,
+        batch_size // ranks.world_size,
+        seed,
+        ranks.rank,
+        ranks.world_size,
+        mode,
+        workers_for(speed, ranks),
+        crop,
+    )
+
+
+def check_sets(train: LabelledSet, test: LabelledSet) -> None:
+    """There are classes to tell apart, and the test set has no others."""
+    known, asked = np.unique(train.classes), np.unique(test.classes)
+    if len(known) < 2:
+        raise InputError(
+            f"All training images of '{train.source.name}' have class {known[0]}: give two classes or more."
+        )
+    new = np.setdiff1d(asked, known)
+    if len(new):
+        raise InputError(
+            f"Class {new[0]} of the test set '{test.source.name}' has no image in the training set '{train.source.name}': "
+            "leave its images out, or add some to the training set."
+        )
+
+
+def ranks_of(encoder: FrozenEncoder) -> Ranks:
+    """This process alone, where the encoder is."""
+    return Ranks(0, 1, 1, next(iter(encoder.parameters())).device)
+
+
+def images_at_a_time(speed: SpeedConfig) -> int:
+    """Images in the encoder at a time."""
+    return speed.batch_size_per_device or IMAGES_AT_A_TIME
+
+
+def workers_for(speed: SpeedConfig, ranks: Ranks) -> int:
+    """Processes that decode, for each process that trains."""
+    cores = (os.cpu_count() or 1) // ranks.processes_on_host
+    return min(MAX_DEFAULT_WORKERS, max(1, cores)) if speed.workers is None else speed.workers
+
+
+@contextmanager
+def evaluation_mode(encoder: FrozenEncoder) -> Iterator[None]:
+    """The encoder in evaluation mode for the time of the context."""
+    was_training = encoder.training
+    encoder.train(False)
+    try:
+        yield
+    finally:
+        encoder.train(was_training)
+
+
+class StateFile:
+    """Where an evaluation that trains keeps its last epoch; without a path, nowhere."""
+
+    def __init__(self, path: Path | None, identity: dict[str, Any], ranks: Ranks) -> None:
+        # As JSON gives it back, where tuples are lists.
+        self.path, self.identity, self.ranks = path, json.loads(json.dumps(identity)), ranks
+
+    def save(self, epochs: int, tensors: dict[str, Tensor], **values: Any) -> None:
+        """So many epochs are done; written by the main process alone."""
+        if self.path is not None and self.ranks.is_main:
+            save_checkpoint(Checkpoint(epochs, tensors, {"identity": self.identity, **values}), self.path)
+        wait_for_all(self.ranks)
+
+    def read(self) -> Checkpoint | None:
+        """What was saved, if there is something; a damaged file, or one of another evaluation, is refused."""
+        if self.path is None or not broadcast(self.path.exists(), self.ranks):
+            return None
+        remedy = "delete it to begin anew, or name another file"
+        try:
+            found = read_checkpoint(self.path)
+        except InputError as error:
+            raise InputError(f"{self.path} holds no state to go on from ({_reason(error)}): {remedy}.") from error
+        ours, theirs = _flat(self.identity), _flat(found.state.get("identity", {}))
+        for name in ours:
+            if theirs.get(name) != ours[name]:
+                raise InputError(
+                    f"{self.path} is of another evaluation (its {name} is {theirs.get(name)}, not {ours[name]}): {remedy}."
+                )
+        return found
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    inner = {name: value for part in identity.values() if isinstance(part, dict) for name, value in part.items()}
+    return {name: value for name, value in identity.items() if not isinstance(value, dict)} | inner
+
+
+def _reason(error: InputError) -> str:
+    return str(error).rpartition(":")[0] or str(error)

@@ -1,0 +1,170 @@
+"""How linear probes are trained and tested on each data set: the numbers of the paper's evaluations, as data."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.listed import ListedSource
+from stop_mim.errors import InputError
+
+FLIP_PROBABILITY = 0.5
+CROP_SCALE = (0.08, 1.0)
+CROP_RATIO = (3 / 4, 4 / 3)
+
+
+@dataclass(frozen=True)
+class LinearProtocol:
+    """SGD on frozen features: either steps of a tenth at milestones or a cosine down to a final learning rate."""
+
+    name: str
+    """What it is called on the command line."""
+    label: Literal["class", "count", "distance"]
+    """Which of a source's labels is predicted; count and distance are made classes by evaluation/clevr.py."""
+    classes: int | None
+    """How many classes there are; None: as many as the data have."""
+    epochs: int
+    """Passes over the training images."""
+    lr_milestones: tuple[int, ...] = ()
+    """Epochs, counted from 0, from which on the learning rate is a tenth of what it was."""
+    cosine_final_lr: float | None = None
+    """The learning rate that a cosine ends at, for the same batch size as lr."""
+    lr: float = 0.01
+    """The learning rate at the start for a batch of lr_batch_size; it grows in proportion to the batch."""
+    lr_batch_size: int = 256
+    """The batch size that lr is for."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = True
+    """Whether the momentum is Nesterov's."""
+    weight_decay: float = 5e-4
+    """Weight decay of SGD, on all parameters."""
+    train_view: Literal["random_resized_crop", "resize_flip"] = "random_resized_crop"
+    """What is seen of a training image; both are also flipped, half of the time."""
+    test_view: Literal["resize_crop", "resize"] = "resize_crop"
+    """What is seen of a test image: the centre, or all of it with both sides resized."""
+    metric: Literal["top1"] = "top1"
+    """Which score is reported: the part of the test images whose class scores highest, in percent."""
+
+    def __post_init__(self) -> None:
+        if bool(self.lr_milestones) == (self.cosine_final_lr is not None):
+            raise InputError(f"The protocol {self.name} needs either lr_milestones or cosine_final_lr: give one.")
+        if self.epochs < 1:
+            raise InputError(f"The epochs of the protocol {self.name} are {self.epochs}: give at least 1.")
+
+
+@dataclass(frozen=True)
+class TrainingView:
+    """What is seen of a training image: a random part of it, or all of it where there is no crop_scale."""
+
+    size: int
+    """Height and width of what the encoder is given."""
+    crop_scale: tuple[float, float] | None
+    """Smallest and largest part of the image's area that a crop covers."""
+    crop_ratio: tuple[float, float] = CROP_RATIO
+    """Smallest and largest width over height of a crop."""
+    flip_probability: float = FLIP_PROBABILITY
+    """Chance that the image is mirrored left to right."""
+
+
+@dataclass(frozen=True)
+class CentreView:
+    """What is seen of a test image, and of every image whose features are computed once."""
+
+    short_side: int | None
+    """The image is resized until its short side has this length, keeping its proportions, and its centre is cut out.
+
+    None: the whole image is resized, each side on its own.
+    """
+    size: int
+    """Height and width of what the encoder is given."""
+
+
+_PROTOCOLS = (
+    LinearProtocol("imagenet", "class", 1000, 28, (8, 16, 24)),
+    LinearProtocol("places205", "class", 205, 14, (4, 8, 12)),
+    # Not among the paper's: as Places205.
+    LinearProtocol("places365", "class", 365, 14, (4, 8, 12)),
+    LinearProtocol("inat18", "class", 8142, 84, (24, 48, 72)),
+    LinearProtocol("cifar100", "class", 100, 28, (8, 16, 24), train_view="resize_flip", test_view="resize"),
+    LinearProtocol("clevr-count", "count", 8, 50, cosine_final_lr=1e-4, train_view="resize_flip", test_view="resize"),
+    LinearProtocol(
+        "clevr-dist", "distance", 6, 100, cosine_final_lr=1e-4, train_view="resize_flip", test_view="resize"
+    ),
+    # Any other labelled data: as ImageNet.
+    LinearProtocol("generic", "class", None, 28, (8, 16, 24)),
+)
+
+PROTOCOLS = {protocol.name: protocol for protocol in _PROTOCOLS}
+
+# How the names of data sets tell which they are; the number of classes must agree as well.
+_NAME_PATTERNS = {
+    "imagenet": r"imagenet|ilsvrc",
+    "places205": r"places[-_]?205",
+    "places365": r"places[-_]?365",
+    "inat18": r"inat",
+    "cifar100": r"cifar[-_]?100",
+}
+
+
+def lr_at(protocol: LinearProtocol, epoch: float) -> float:
+    """The learning rate at a (fractional) epoch, as a factor of the first one."""
+    if protocol.cosine_final_lr is None:
+        return 0.1 ** sum(epoch >= milestone for milestone in protocol.lr_milestones)
+    final = protocol.cosine_final_lr / protocol.lr
+    progress = min(max(epoch / protocol.epochs, 0.0), 1.0)
+    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def scaled_lr(protocol: LinearProtocol, batch_size: int) -> float:
+    """The first learning rate for this batch size."""
+    return protocol.lr * batch_size / protocol.lr_batch_size
+
+
+def view_for_training(protocol: LinearProtocol, image_size: int) -> TrainingView:
+    """A random resized crop or the whole image, at the encoder's image size."""
+    _check_image_size(image_size)
+    return TrainingView(image_size, CROP_SCALE if protocol.train_view == "random_resized_crop" else None)
+
+
+def view_for_test(protocol: LinearProtocol, image_size: int) -> CentreView:
+    """For 224: the central 224 of a short side of 256, in this proportion (8/7) for other sizes; or all of it."""
+    _check_image_size(image_size)
+    return CentreView(round(image_size * 8 / 7) if protocol.test_view == "resize_crop" else None, image_size)
+
+
+def find_protocol(name: str) -> LinearProtocol:
+    """The protocol of this name."""
+    if name in PROTOCOLS:
+        return PROTOCOLS[name]
+    raise InputError(f"There is no protocol '{name}': choose one of {', '.join(PROTOCOLS)}.")
+
+
+def guess_protocol(source: ImageSource) -> LinearProtocol:
+    """The protocol of the data set that the source's name or layout and number of classes tell, or the generic one.
+
+    Of the two protocols for counts and distances it is the one for counts.
+    """
+    if "count" in source.labels:
+        return PROTOCOLS["clevr-count"]
+    classes = number_of_classes(source)
+    layout = source.layout if isinstance(source, ListedSource) else ""
+    for name, pattern in _NAME_PATTERNS.items():
+        told = layout == name or re.search(pattern, source.name, re.IGNORECASE)
+        if told and classes == PROTOCOLS[name].classes:
+            return PROTOCOLS[name]
+    return PROTOCOLS["generic"]
+
+
+def number_of_classes(source: ImageSource) -> int:
+    """As many as have names, or else as the labels need; InputError for data without classes."""
+    labels = source.labels.get("class")
+    if labels is None:
+        raise InputError(f"{source.name} has no classes: give data with a class for each image.")
+    return len(source.class_names) or int(labels.max()) + 1
+
+
+def _check_image_size(image_size: int) -> None:
+    if image_size < 1:
+        raise InputError(f"The image size is {image_size}: give a number of pixels above 0.")

@@ -1,0 +1,63 @@
+"""Nearest neighbours against scikit-learn, however the features are cut into chunks."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.neighbors import KNeighborsClassifier
+
+from stop_mim.evaluation.knn import knn
+from stop_mim.models import neighbours
+from stop_mim.models.neighbours import knn_votes, nearest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clusters():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 20, generator=generator)
+    labels = torch.randint(5, (900,), generator=generator)
+    features = 3 + 2 * (centres[labels] + 1.3 * torch.randn(900, 20, generator=generator))
+    return features[:600], labels[:600], features[600:], labels[600:]
+
+
+def scikit(features, labels, k, temperature=0.07):
+    weights = lambda distances: np.exp((1 - distances) / temperature)  # noqa: E731
+    return KNeighborsClassifier(k, metric="cosine", weights=weights, algorithm="brute").fit(features, labels)
+
+
+@pytest.mark.parametrize("k", [1, 20])
+def test_votes_agree_with_scikit_learn(clusters, k):
+    features, labels, test_features, test_labels = clusters
+    ours = dict(knn([features], labels, [test_features], test_labels, 5, CPU, (1, 20)))
+    reference = scikit(features, labels, k).score(test_features, test_labels)
+    assert ours[f"knn/top1@{k}"] == pytest.approx(100 * reference, abs=1e-4)
+
+
+def test_centred_features_are_compared_around_the_training_mean(clusters):
+    features, labels, test_features, test_labels = clusters
+    ours = dict(knn([features], labels, [test_features], test_labels, 5, CPU, (20,)))
+    mean = features.mean(0)
+    reference = scikit(features - mean, labels, 20).score(test_features - mean, test_labels)
+    assert ours["knn-centred/top1@20"] == pytest.approx(100 * reference, abs=1e-4)
+    assert ours["knn-centred/top1@20"] != ours["knn/top1@20"]
+
+
+def test_chunks_and_blocks_change_nothing(clusters, monkeypatch):
+    features, _, queries, _ = clusters
+    whole = nearest([features], queries, 30)
+    monkeypatch.setattr(neighbours, "KEYS_AT_A_TIME", 37)
+    cosines, numbers = nearest(list(features.split(250)), queries, 30)
+    torch.testing.assert_close(cosines, whole[0])
+    assert torch.equal(numbers, whole[1])
+
+
+def test_more_neighbours_than_images_are_all_of_them(clusters):
+    features, labels, test_features, test_labels = clusters
+    scores = dict(knn([features[:7]], labels[:7], [test_features], test_labels, 5, CPU, (5, 100, 200)))
+    assert {name for name in scores if name.startswith("knn/")} == {"knn/top1@5", "knn/top1@7"}
+
+
+def test_votes_do_not_overflow_at_low_temperatures(clusters):
+    features, labels, test_features, _ = clusters
+    assert torch.isfinite(knn_votes(features, labels, test_features, 5, 5, temperature=1e-4)).all()

@@ -1,0 +1,52 @@
+"""Few labels: the penalty by folds, means and deviations over draws."""
+
+import numpy as np
+import pytest
+import torch
+
+from stop_mim.evaluation.linear import PENALTIES, fit_linear_probe
+from stop_mim.evaluation.low_shot import DEFAULT_PENALTY, choose_penalty_by_folds, low_shot
+
+
+@pytest.fixture
+def clusters():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(7, 30, generator=generator)
+    labels = torch.arange(7).repeat(60)
+    return centres[labels] + 1.5 * torch.randn(420, 30, generator=generator), labels
+
+
+def test_mean_and_deviation_are_those_of_the_draws(clusters):
+    features, labels = clusters
+    draws = [(features[part : part + 70], labels[part : part + 70]) for part in (0, 70, 140)]
+    scores = dict(low_shot({"10 a class": draws}, features[210:], labels[210:], 7))
+    each = [scores[f"low-shot/10 a class/top1@{draw}"] for draw in range(3)]
+    assert scores["low-shot/10 a class/top1"] == pytest.approx(np.mean(each))
+    assert scores["low-shot/10 a class/top1_std"] == pytest.approx(np.std(each, ddof=1))
+    assert scores["low-shot/10 a class/images"] == 70
+    assert scores["low-shot/10 a class/draws"] == 3
+    assert min(each) > 40
+    penalty = scores["low-shot/10 a class/penalty@0"]
+    probe = fit_linear_probe(*draws[0], penalty, 7)
+    assert each[0] == pytest.approx(100 * probe.accuracy(features[210:], labels[210:]), abs=0.5)
+
+
+def test_more_labels_help(clusters):
+    features, labels = clusters
+    draws = {"2": [(features[:14], labels[:14])], "20": [(features[:140], labels[:140])]}
+    scores = dict(low_shot(draws, features[210:], labels[210:], 7))
+    assert scores["low-shot/20/top1"] > scores["low-shot/2/top1"] + 5
+    assert "low-shot/2/top1_std" not in scores
+
+
+def test_the_penalty_comes_from_folds_of_the_few(clusters):
+    features, labels = clusters
+    noise = torch.randn(70, 30, generator=torch.Generator().manual_seed(1))
+    assert choose_penalty_by_folds(features[:70], labels[:70], 7).held_out > 0.4
+    assert choose_penalty_by_folds(noise, labels[:70], 7).held_out < 0.35
+    assert choose_penalty_by_folds(features[:70], labels[:70], 7).penalty in PENALTIES
+
+
+def test_with_one_image_a_class_nothing_can_be_held_out(clusters):
+    features, labels = clusters
+    assert choose_penalty_by_folds(features[:7], labels[:7], 7).penalty == DEFAULT_PENALTY

@@ -1,0 +1,180 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.listed import ListedSource
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+from stop_mim.evaluation.clevr import count_classes, distance_classes
+from stop_mim.evaluation.protocols import (
+    PROTOCOLS,
+    CentreView,
+    TrainingView,
+    find_protocol,
+    guess_protocol,
+    lr_at,
+    number_of_classes,
+    scaled_lr,
+    view_for_test,
+    view_for_training,
+)
+
+# The table of the paper's evaluations: classes, epochs, milestones (or a cosine), views.
+CROPS, WHOLE = ("random_resized_crop", "resize_crop"), ("resize_flip", "resize")
+TABLE = {
+    "imagenet": ("class", 1000, 28, (8, 16, 24), CROPS),
+    "places205": ("class", 205, 14, (4, 8, 12), CROPS),
+    "inat18": ("class", 8142, 84, (24, 48, 72), CROPS),
+    "cifar100": ("class", 100, 28, (8, 16, 24), WHOLE),
+    "clevr-count": ("count", 8, 50, (), WHOLE),
+    "clevr-dist": ("distance", 6, 100, (), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_numbers_are_those_of_the_table(name):
+    protocol = find_protocol(name)
+    views = (protocol.train_view, protocol.test_view)
+    assert (protocol.label, protocol.classes, protocol.epochs, protocol.lr_milestones, views) == TABLE[name]
+    assert protocol.cosine_final_lr == (1e-4 if name.startswith("clevr") else None)
+
+
+def test_all_protocols_share_the_optimiser():
+    assert set(PROTOCOLS) == {*TABLE, "places365", "generic"}
+    for name, protocol in PROTOCOLS.items():
+        assert protocol.name == name
+        assert (protocol.lr, protocol.momentum, protocol.nesterov, protocol.weight_decay) == (0.01, 0.9, True, 5e-4)
+        assert scaled_lr(protocol, 256) == 0.01
+        assert scaled_lr(protocol, 1024) == 0.04
+        assert scaled_lr(protocol, 64) == 0.0025
+
+
+def test_the_learning_rate_falls_at_milestones():
+    protocol = find_protocol("places205")
+    factors = [lr_at(protocol, epoch) for epoch in range(14)]
+    assert factors == pytest.approx([1] * 4 + [0.1] * 4 + [0.01] * 4 + [0.001] * 2)
+    assert lr_at(protocol, 3.999) == 1
+    assert lr_at(protocol, 100) == pytest.approx(0.001)
+
+
+def test_the_learning_rate_falls_by_a_cosine():
+    protocol = find_protocol("clevr-count")
+    assert lr_at(protocol, 0) == 1
+    assert lr_at(protocol, 25) == pytest.approx((1 + 0.01) / 2)
+    assert lr_at(protocol, 12.5) == pytest.approx(0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2)
+    assert protocol.lr * lr_at(protocol, 50) == pytest.approx(1e-4)
+    assert lr_at(protocol, 60) == lr_at(protocol, 50)
+    factors = [lr_at(protocol, epoch) for epoch in range(51)]
+    assert factors == sorted(factors, reverse=True)
+
+
+def test_a_protocol_has_one_schedule_and_cannot_be_changed():
+    protocol = find_protocol("imagenet")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        protocol.epochs = 1
+    for changed in ({"lr_milestones": ()}, {"cosine_final_lr": 1e-4}):
+        with pytest.raises(InputError, match="needs either lr_milestones or cosine_final_lr"):
+            dataclasses.replace(protocol, **changed)
+    with pytest.raises(InputError, match="epochs of the protocol imagenet are 0"):
+        dataclasses.replace(protocol, epochs=0)
+
+
+def test_unknown_names_are_told_which_there_are():
+    with pytest.raises(InputError, match=r"no protocol 'image-net': choose one of imagenet, .*clevr-dist, generic\."):
+        find_protocol("image-net")
+
+
+# Views
+
+
+@pytest.mark.parametrize(("size", "short_side"), [(224, 256), (448, 512), (64, 73), (32, 37), (96, 110)])
+def test_test_images_are_cut_from_the_centre(size, short_side):
+    assert view_for_test(find_protocol("imagenet"), size) == CentreView(short_side, size)
+    assert view_for_test(find_protocol("cifar100"), size) == CentreView(None, size)
+    assert view_for_test(find_protocol("clevr-dist"), size) == CentreView(None, size)
+
+
+def test_training_images_are_cropped_or_whole():
+    crop = view_for_training(find_protocol("generic"), 224)
+    assert crop == TrainingView(224, (0.08, 1.0), (3 / 4, 4 / 3), 0.5)
+    assert view_for_training(find_protocol("clevr-count"), 64) == dataclasses.replace(crop, size=64, crop_scale=None)
+
+
+@pytest.mark.parametrize("view", [view_for_test, view_for_training])
+def test_impossible_sizes_are_refused(view):
+    with pytest.raises(InputError, match="image size is 0"):
+        view(find_protocol("imagenet"), 0)
+
+
+# Guesses
+
+
+class Labelled(ImageSource):
+    """A source that has a name and labels, and no images."""
+
+    def __len__(self):
+        return len(self.labels)
+
+    def read(self, index):
+        raise NotImplementedError
+
+    size = describe = fingerprint = read
+
+
+def labelled(name, classes, named=False):
+    names = tuple(map(str, range(classes))) if named else ()
+    return Labelled(name, {"class": np.arange(1 if named else classes)}, names)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "protocol"),
+    [
+        ("torchvision:CIFAR100", 100, "cifar100"),
+        ("/data/cifar-100/train.parquet", 100, "cifar100"),
+        ("hf:uoft-cs/cifar100", 100, "cifar100"),
+        ("torchvision:CIFAR10", 10, "generic"),
+        ("/data/cifar-100-coarse", 20, "generic"),
+        ("torchvision:Places365", 365, "places365"),
+        ("torchvision:Places365,small=true", 365, "places365"),
+        ("/data/places205", 205, "places205"),
+        ("torchvision:INaturalist,version=2018", 8142, "inat18"),
+        ("torchvision:INaturalist,version=2021_train", 10_000, "generic"),
+        ("/data/ImageNet-1k", 1000, "imagenet"),
+        ("wds:/data/ILSVRC2012-{000..099}.tar", 1000, "imagenet"),
+        ("/data/tiny-imagenet-100", 100, "generic"),
+        ("/data/products", 1000, "generic"),
+    ],
+)
+def test_data_sets_are_known_by_name_and_number_of_classes(name, classes, protocol):
+    for named in (True, False):
+        source = labelled(name, classes, named)
+        assert number_of_classes(source) == classes
+        assert guess_protocol(source) is PROTOCOLS[protocol]
+
+
+@pytest.mark.parametrize(("layout", "classes"), [("places205", 205), ("inat18", 8142)])
+def test_data_sets_are_known_by_their_layout(tmp_path, layout, classes):
+    names = tuple(map(str, range(classes)))
+    source = ListedSource(tmp_path, ["a.jpg"], "/data/mine", {"class": np.array([0])}, names, layout=layout)
+    assert guess_protocol(source) is PROTOCOLS[layout]
+
+
+def test_counts_and_distances_are_clevrs():
+    source = open_source("scenes:count=1,size=32")
+    assert guess_protocol(source) is PROTOCOLS["clevr-count"]
+    assert int(count_classes(np.array([10]))) + 1 == PROTOCOLS["clevr-count"].classes
+    assert int(distance_classes(np.array([99.0]))) + 1 == PROTOCOLS["clevr-dist"].classes
+
+
+def test_data_without_classes_have_no_protocol():
+    with pytest.raises(InputError, match="named has no classes"):
+        guess_protocol(Labelled("named"))
+
+
+def test_real_data(real_data):
+    assert guess_protocol(open_source(str(real_data("cifar-100")), "test")).name == "cifar100"
+    assert guess_protocol(open_source(str(real_data("tiny-imagenet-100")), "val")).name == "generic"
+    assert guess_protocol(open_source(str(real_data("clevr-sample")))).name == "clevr-count"
