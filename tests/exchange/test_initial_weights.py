@@ -1,6 +1,5 @@
 """A run may begin with the weights of another: all of them, or the encoder's, and never a part of what was asked for."""
 
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -165,9 +164,6 @@ def test_the_command_hands_it_to_the_trainer(released, monkeypatch):
     assert torch.equal(objective.encoder.vit.norm.bias, without_prefix(release()["encoder"])["norm.bias"])
 
 
-@pytest.mark.skipif(
-    "initialise" not in inspect.signature(loop.train).parameters, reason="the trainer takes no weights yet"
-)
 def test_a_run_goes_on_from_a_release(released, tmp_path, capsys):
     options = [
         *(
@@ -194,3 +190,34 @@ def test_a_run_goes_on_from_a_release(released, tmp_path, capsys):
     assert ended.value.code == 2
     assert "patch_embed.proj.weight is 192x3x16x16 instead of 192x3x8x8" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_that_began_with_weights_goes_on_with_them_even_before_its_first_checkpoint(
+    released, tmp_path, monkeypatch
+):
+    """Killed right after its start, it holds what it began with."""
+    options = (
+        "--encoder.size tiny --encoder.image-size 64 64 --encoder.depth 2 --predictor.width 48 --predictor.depth 2"
+    )
+    more = "--optim.batch-size 8 --optim.epochs 1 --optim.warmup-epochs 0 --speed.device cpu --data scenes:count=16,size=64"
+
+    def killed(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stop_mim.training.loop.Run.train", killed)
+    with pytest.raises(SystemExit):
+        main(
+            [
+                "pretrain",
+                "ijepa-vitb16",
+                *options.split(),
+                *more.split(),
+                "--out",
+                str(tmp_path / "run"),
+                "--init",
+                str(released),
+            ]
+        )
+    checkpoint = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000000.safetensors")
+    theirs = without_prefix(release()["encoder"])
+    assert torch.equal(checkpoint.tensors["model.encoder.vit.norm.bias"], theirs["norm.bias"])
