@@ -106,7 +106,9 @@ class Session:
         self.tasks = self._tasks(videos, images)
         wants_images = any(task != "video" for task in self.tasks)
         self.data = self._open_data() if wants_images else []
-        self.videos = open_videos(config.data, config.video.split) if "video" in self.tasks else None
+        # The options of scenes are those of the stills: beside them, the usual clips are drawn.
+        clips = "scenes" if self.data and videos else config.data
+        self.videos = open_videos(clips, config.video.split) if "video" in self.tasks else None
 
     def _kinds_of_data(self) -> tuple[bool, bool]:
         """Whether the name may be videos, and whether it may be images."""
@@ -119,8 +121,7 @@ class Session:
     def _tasks(self, videos: bool, images: bool) -> list[TaskName]:
         asked = list(dict.fromkeys(self.config.task))
         if "all" in asked:
-            # Clips of scenes are drawn at the size of the stills only when asked for by themselves.
-            return ["video"] if not images else [*IMAGE_TASKS]
+            return [*(IMAGE_TASKS if images else ()), *(("video",) if videos else ())]
         if not videos and "video" in asked and images and len(asked) > 1:
             raise InputError(f"'{self.config.data}' holds images and no videos: leave the task video out.")
         return asked

@@ -17,6 +17,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from stop_mim.cli import main
+from stop_mim.data import videos
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, KnnConfig, LinearSGDOptions, LowShotConfig, VideoConfig
 from stop_mim.evaluation.evaluate import evaluate
@@ -223,6 +224,14 @@ def test_clevr_tasks_on_scenes(run):
         ("clevr", "count", "clevr-count"),
         ("clevr", "distance", "clevr-dist"),
     ]
+
+
+def test_all_tasks_of_scenes_are_those_of_stills_and_of_clips(run, monkeypatch):
+    monkeypatch.setattr("stop_mim.evaluation.evaluate.IMAGE_TASKS", ("knn",))
+    monkeypatch.setitem(videos._SCENE_OPTIONS, "count", 1)
+    monkeypatch.setitem(videos._SCENE_OPTIONS, "frames", 4)
+    found = evaluate([str(run)], replace(QUICK, data="scenes:count=40,size=32"), silent())
+    assert [(one.task, one.label) for one in found] == [("knn", "count"), ("knn", "distance"), ("video", "objects")]
 
 
 def test_a_list_of_images(run, colours, tmp_path):
