@@ -10,8 +10,9 @@ from stop_mim.errors import InputError
 from stop_mim.sweeps.config import SweepConfig
 from stop_mim.sweeps.estimate import steps_of
 from stop_mim.sweeps.grid import SWEEPS, Variant
-from stop_mim.sweeps.plan import Job, make_plan, read_plan, require_same_plan, write_plan
+from stop_mim.sweeps.plan import Job, make_plan, out_folder, read_plan, require_same_plan, write_plan
 from stop_mim.sweeps.runner import run_sweep
+from stop_mim.sweeps.scales import find_scale
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,6 @@ def _mini(monkeypatch):
     ("name", "fields", "sentence"),
     [
         ("minis", {}, "There is no sweep 'minis': choose one of positions, .*, mini"),
-        ("mini", {"scale": "huge"}, "There is no scale 'huge': choose one of demo, tiny-imagenet, imagenet"),
         ("mini", {"seeds": (0, 1, 0)}, "seeds has 0 twice: give every seed once"),
         ("mini", {"seeds": ()}, "seeds is empty: give at least one seed"),
         ("mini", {"seeds": (-1,)}, "seeds has -1: give numbers that are zero or positive"),
@@ -42,6 +42,11 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(name, fields, sentence, tm
         run_sweep(name, mini_config(tmp_path / "out", **fields), silent())
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_scale_is_one_sentence():
+    with pytest.raises(InputError, match="There is no scale 'huge': choose one of demo, tiny-imagenet, imagenet"):
+        find_scale("huge")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,4 @@ def test_a_plan_of_an_earlier_version_lacks_fields_that_had_no_other_value(tmp_p
 
 
 def test_the_same_command_has_the_same_folder():
-    from stop_mim.sweeps.plan import out_folder
-
     assert str(out_folder("tokens", SweepConfig(scale="imagenet"))) == "runs/sweep-tokens-imagenet"

@@ -113,7 +113,7 @@ def test_failed_runs_are_named_and_their_seeds_not_paired(sweep):
     console = silent()
     show_summary(found, console)
     assert "noisy seed 1 failed: The loss was not finite: lower optim.lr." in printed(console)
-    assert "With two seeds this is no comparison" in printed(console)
+    assert "this is no comparison, give at least 3 seeds" in printed(console)
 
 
 def test_unfinished_runs_are_named(sweep):

@@ -3,14 +3,18 @@
 import os
 from dataclasses import replace
 
+import numpy as np
+import PIL.Image
 import pytest
 import torch
 from mini_sweep import STEPS, install, mini_config, printed, silent
 
+from stop_mim.errors import InputError
 from stop_mim.evaluation.results import read_results
 from stop_mim.sweeps.grid import with_overrides
 from stop_mim.sweeps.outcome import Outcome, read_outcome, write_outcome
 from stop_mim.sweeps.plan import make_plan
+from stop_mim.sweeps.probe import Probe
 from stop_mim.sweeps.worker import Inbox, attempt, sentence
 from stop_mim.training.interruption import catch_interruption
 from stop_mim.training.loop import train
@@ -38,6 +42,33 @@ def test_a_run_is_trained_probed_and_written_down(job):
         assert one["facts"]["test_images"] == 40
     assert outcome.probe_seconds > 0
     assert outcome.images_per_second > 0
+
+
+def test_labelled_images_are_probed_by_the_tasks_of_evaluate(job, tmp_path):
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for name, grey in (("dark", 60), ("light", 190)):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            for number in range(count):
+                noisy = np.clip(random.normal(grey, 20, (32, 32, 3)), 0, 255).astype(np.uint8)
+                PIL.Image.fromarray(noisy).save(tmp_path / "images" / split / name / f"{number}.png")
+    probe = Probe("labelled", str(tmp_path / "images"), tasks=("linear", "knn", "low-shot"), amounts=("2",))
+    probe.check()
+    short = with_overrides(job.config, {"optim.epochs": 1})
+    assert attempt(replace(job, config=short, probe=probe), silent())
+    metrics = read_outcome(job.folder).metrics
+    # Grey levels are told apart by any encoder.
+    assert metrics["linear/top1"] == 100
+    assert {"knn/top1@10", "low-shot/2/top1", "health/A_norm"} <= set(metrics)
+    assert not [name for name in metrics if name.startswith("low-shot") and "@" in name]
+    assert {one["task"] for one in read_results(job.folder / "results.json")} == {"linear", "knn", "low-shot"}
+
+
+def test_probes_without_their_labels_are_refused(tmp_path):
+    with pytest.raises(InputError, match="There is no data set"):
+        Probe("labelled", str(tmp_path / "nowhere"), tasks=("knn",)).check()
+    with pytest.raises(InputError, match="nowhere"):
+        Probe("labelled", "scenes:count=48,size=32", tasks=("knn",), list_file=str(tmp_path / "nowhere")).check()
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_end(job, tmp_path):
