@@ -63,7 +63,9 @@ def measure_health(objective: Objective, images: Float[Tensor, "batch 3 height w
 
 
 def effective_rank(features: Float[Tensor, "n dim"]) -> float:
-    """RankMe: exp of the entropy of the singular values, normed to sum 1."""
+    """RankMe: exp of the entropy of the singular values, normed to sum 1; nan of features that are not finite."""
+    if not torch.isfinite(features).all():
+        return math.nan
     singular = torch.linalg.svdvals(features.double())
     parts = singular / singular.sum().clamp(min=1e-12) + 1e-7
     return math.exp(-(parts * parts.log()).sum().item())

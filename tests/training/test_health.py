@@ -225,3 +225,10 @@ def test_A_is_judged_by_where_it_began_also_after_a_resume():
     resumed = HealthMonitor(first=HealthSigns(**asdict(began)))
     (told,) = resumed.warnings(HEALTHY)
     assert "A is vanishing: its norm is 2, it began at 100" in told
+
+
+def test_features_that_are_not_finite_have_no_rank():
+    """Their loss is not finite either, and that is what must end the run, not the look at it."""
+    features = torch.randn(20, 6)
+    features[3, 2] = float("inf")
+    assert math.isnan(effective_rank(features))
