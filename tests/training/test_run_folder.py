@@ -1,6 +1,7 @@
 """The folder of a run: never another one's, and after a resume as if there had been no interruption."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -148,6 +149,8 @@ def test_the_environment_is_that_of_this_process():
 def test_events_of_steps_that_come_again_are_superseded(folder):
     folder.create(tiny_config(), "tiny")
     for first, last, value in ((1, 6, 1.0), (4, 8, 2.0)):
+        # TensorBoard names its files by the second, and then by a counter that it sorts as text (10 before 9).
+        time.sleep(1.1)
         folder.open_events(first - 1)
         for step in range(first, last + 1):
             folder.record(step, {"loss": value})
