@@ -20,11 +20,10 @@ from sklearn.preprocessing import StandardScaler
 from stop_mim import create_encoder, load_encoder
 from stop_mim.data.augment import normalise
 from stop_mim.data.image_source import ImageSource
-from stop_mim.evaluation.evaluate import view_of
-from stop_mim.evaluation.features import View, extract_features, features_folder
+from stop_mim.evaluation.features import View, centre_view, extract_features, features_folder
 from stop_mim.evaluation.knn import knn
 from stop_mim.evaluation.linear import choose_penalty, fit_linear_probe, linear_probe
-from stop_mim.evaluation.protocols import guess_protocol
+from stop_mim.evaluation.protocols import fitted, guess_protocol
 from stop_mim.evaluation.task_data import open_task_data
 from stop_mim.training.distributed import Ranks, choose_device
 
@@ -143,10 +142,10 @@ def agreement(options):
     device = choose_device(options.device)
     encoder = load_encoder(options.encoder).to(device)
     (data,) = open_task_data(options.data)
-    protocol = guess_protocol(data.train.source)
+    protocol = fitted(guess_protocol(data.train.source), data.train.source, encoder.image_size)
     parts = []
     for labelled in (data.train, data.test):
-        view = view_of(labelled.source, protocol, encoder.image_size)
+        view = centre_view(protocol.test_view, encoder.image_size)
         folder = features_folder(encoder, labelled.source, view, 1, device)
         features = extract_features(encoder, labelled.source, view, 1, Ranks(0, 1, 1, device), folder)
         chosen = torch.isin(features.indices, torch.from_numpy(labelled.indices)).nonzero()[:, 0][: options.most]

@@ -19,7 +19,7 @@ from stop_mim.data.augment import Augment, resize_batch, sample_crop_boxes
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.images import BadImage
-from stop_mim.data.loader import LoaderMode, Progress, _ignore_signals, choose_mode, store_images
+from stop_mim.data.loader import LoaderMode, Progress, choose_mode, ignore_signals, store_images
 from stop_mim.errors import InputError
 from stop_mim.seeds import derive_seed, seeded_generator
 
@@ -340,7 +340,7 @@ class _Decoder:
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if self.workers else None,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
             # Without one of its own, every start of the workers would move the global generator.
             generator=torch.Generator(),
         )

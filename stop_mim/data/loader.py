@@ -101,7 +101,7 @@ class StreamingLoader:
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if self.workers else None,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
         )
         for batch, (pixels, bad) in enumerate(reader, start=first):
             for description in bad:
@@ -154,7 +154,8 @@ def _collate(samples: Sequence[tuple[Tensor, list[str]]]) -> tuple[Tensor, list[
     return torch.stack([pixels for pixels, _ in samples]), [line for _, bad in samples for line in bad]
 
 
-def _ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int) -> None:
+    """Leave interruptions of a worker process to the main one."""
     # Ctrl-C, and SIGTERM from timeout or Slurm, reach the whole process group: the main process saves, and ends its
     # workers itself.
     for number in (signal.SIGINT, signal.SIGTERM):

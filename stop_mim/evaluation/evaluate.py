@@ -16,18 +16,19 @@ from stop_mim.data.cache import cache_folder
 from stop_mim.data.image_lists import draw_fraction, draw_per_class, read_image_list
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.data.loader import Progress, common_size, resident_budget
+from stop_mim.data.loader import Progress, resident_budget
 from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, TaskName
 from stop_mim.evaluation.encoders import NamedEncoder, open_encoder
-from stop_mim.evaluation.features import Features, View, encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.features import Features, centre_view, encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.finetune import FinetuneConfig, finetune
 from stop_mim.evaluation.knn import knn
+from stop_mim.evaluation.labelled_training import images_at_a_time, workers_for
 from stop_mim.evaluation.linear import Chunks, linear_probe
-from stop_mim.evaluation.linear_sgd import LinearSGDConfig, linear_sgd, workers_for
+from stop_mim.evaluation.linear_sgd import LinearSGDConfig, linear_sgd
 from stop_mim.evaluation.low_shot import low_shot
-from stop_mim.evaluation.protocols import LinearProtocol, find_protocol, guess_protocol
+from stop_mim.evaluation.protocols import LinearProtocol, find_protocol, fitted, guess_protocol
 from stop_mim.evaluation.results import (
     RESULTS_FILE,
     Evaluation,
@@ -191,7 +192,7 @@ class Session:
                     yield self._image_task(named, task, data)
 
     def _image_task(self, named: NamedEncoder, task: TaskName, data: TaskData) -> Evaluation:
-        protocol = self._protocol(data)
+        protocol = fitted(self._protocol(data), data.train.source, named.encoder.image_size)
         values = self._run(named, task, data, protocol)
         metrics = dict(values) if self.ranks.is_main or task in SHARED_TASKS else {}
         wait_for_all(self.ranks)
@@ -361,7 +362,7 @@ class Session:
         return parts[0], parts[1], parts[2], parts[3]
 
     def _source_features(self, named: NamedEncoder, source: ImageSource, protocol: LinearProtocol) -> Features:
-        view, layers = view_of(source, protocol, named.encoder.image_size), self._layers(named)
+        view, layers = centre_view(protocol.test_view, named.encoder.image_size), self._layers(named)
         folder = features_folder(named.encoder, source, view, layers, self.ranks.device)
         if str(folder) not in self._features:
             speed = self.config.speed
@@ -372,7 +373,7 @@ class Session:
                 layers,
                 self.ranks,
                 folder,
-                speed.batch_size_per_device or 256,
+                images_at_a_time(speed),
                 workers_for(speed, self.ranks),
                 self._bar(f"{named.name} features of {source.name}"),
             )
@@ -422,13 +423,6 @@ class Session:
             self.display.update(name, done, total, f"{rate:,.1f} {unit}/s".replace(" /s", "/s") if rate else "")
 
         return show
-
-
-def view_of(source: ImageSource, protocol: LinearProtocol, size: tuple[int, int]) -> View:
-    """What is seen of an image without augmentation; images that have the encoder's size already are seen as they are."""
-    if protocol.test_view == "resize" or common_size(source) == size:
-        return View(size)
-    return View(size, round(max(size) * 8 / 7))
 
 
 def _only(features: Features, indices: np.ndarray) -> Features:

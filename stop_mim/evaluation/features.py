@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,12 +21,14 @@ from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.cache import cache_folder
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import labelled_views
-from stop_mim.data.loader import Progress
+from stop_mim.data.loader import STORED_TO_USED, Progress
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.training.distributed import Ranks, wait_for_all
+from stop_mim.training.online_probe import evaluation_mode
 
+TestView = Literal["resize_crop", "resize"]
 CHUNK_IMAGES = 16_384
 # Goes into the name of what is stored: to be raised when the same images would give other features.
 VERSION = 1
@@ -37,6 +40,11 @@ class View:
 
     size: tuple[int, int]
     resize_to: int | None = None
+
+
+def centre_view(kind: TestView, size: tuple[int, int]) -> View:
+    """The centre of the image whose short side is 8/7 of the size, as 256 is to 224; or the whole image."""
+    return View(size, round(STORED_TO_USED * max(size)) if kind == "resize_crop" else None)
 
 
 @dataclass(frozen=True)
@@ -132,18 +140,17 @@ def _embedded(
     progress: Progress | None,
     total: int,
 ) -> Iterator[tuple[np.ndarray, Tensor]]:
-    was_training, done = encoder.training, 0
-    encoder.eval()
-    for positions, pixels in batches:
-        images = normalise(pixels, encoder.mean, encoder.std)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
-            features = encoder.embed(images, layers)
-        # Half precision holds features after a norm; what it cannot hold is found when the chunk is written.
-        yield positions.numpy(), features.half()
-        done += len(positions)
-        if progress is not None:
-            progress(done, total)
-    encoder.train(was_training)
+    done = 0
+    with evaluation_mode(encoder):
+        for positions, pixels in batches:
+            images = normalise(pixels, encoder.mean, encoder.std)
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
+                features = encoder.embed(images, layers)
+            # Half precision holds features after a norm; what it cannot hold is found when the chunk is written.
+            yield positions.numpy(), features.half()
+            done += len(positions)
+            if progress is not None:
+                progress(done, total)
 
 
 def _write_chunks(
@@ -221,15 +228,13 @@ def pooled_features(
 ) -> Float[Tensor, "n dim"]:
     """Features of images in memory, resized to the encoder's size, on the device where the encoder is."""
     device = next(encoder.parameters()).device
-    was_training = encoder.training
-    encoder.eval()
-    parts = []
-    for batch in pixels.split(batch_size):
-        images = normalise(resize_batch(batch.to(device), encoder.image_size), encoder.mean, encoder.std)
-        parts.append(encoder.embed(images, layers).float())
-        if progress is not None:
-            progress(sum(map(len, parts)), len(pixels))
-    encoder.train(was_training)
+    parts: list[Tensor] = []
+    with evaluation_mode(encoder):
+        for batch in pixels.split(batch_size):
+            images = normalise(resize_batch(batch.to(device), encoder.image_size), encoder.mean, encoder.std)
+            parts.append(encoder.embed(images, layers).float())
+            if progress is not None:
+                progress(sum(map(len, parts)), len(pixels))
     return torch.cat(parts)
 
 

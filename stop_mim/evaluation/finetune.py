@@ -23,17 +23,16 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stop_mim.data.augment import Augment, AugmentConfig
+from stop_mim.data.augment import Augment
 from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out
 from stop_mim.data.loader import Progress
 from stop_mim.errors import InputError
 from stop_mim.evaluation.features import encoder_fingerprint
-from stop_mim.evaluation.linear_sgd import (
+from stop_mim.evaluation.labelled_training import (
     LR_IMAGES,
     TOP,
+    ImageViews,
     StateFile,
-    TestView,
-    TrainView,
     accuracies,
     check_sets,
     labelled_batches,
@@ -42,7 +41,7 @@ from stop_mim.evaluation.linear_sgd import (
 from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.checkpoint import collect_tensors, restore_tensors
-from stop_mim.training.config import SpeedConfig, _require, _require_choices
+from stop_mim.training.config import SpeedConfig, require, require_choices
 from stop_mim.training.distributed import Ranks, any_rank, reduce_mean, share
 from stop_mim.training.loop import TrainingDiverged, autocast_for
 from stop_mim.training.schedules import warmup_cosine
@@ -53,7 +52,7 @@ UNUSED_PARTS = ("fc_norm", "attn_pool", "head", "head_dist")
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(ImageViews):
     """How an encoder is fine-tuned; the defaults are the field's usual recipe for ViT-B on all of ImageNet-1k."""
 
     epochs: int = 100
@@ -84,14 +83,6 @@ class FinetuneConfig:
     """Part of the target that is spread over all classes."""
     erasing_probability: float = 0.25
     """Chance that a box of an image is replaced by noise."""
-    train_view: TrainView = "random_resized_crop"
-    """random_resized_crop: a random part of the image; resize_flip: the whole image. Both are flipped at random."""
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest area of a random crop, as a part of the image."""
-    flip_probability: float = 0.5
-    """Chance that a training image is mirrored left to right."""
-    test_view: TestView = "resize_crop"
-    """resize_crop: the short side to 8/7 of the size, then the centre, as 256 is to 224; resize: the whole image."""
     held_out_part: float = 0.0
     """Part of the training images that chooses among the epochs; 0: all of them are learned from, the last epoch is taken."""
     held_out_images: int = 10_000
@@ -100,28 +91,22 @@ class FinetuneConfig:
     """Seed of the head, the order of the images, their augmentation and drop path."""
 
     def __post_init__(self) -> None:
-        _require_choices(self, "finetune")
+        require_choices(self, "finetune")
         for name in ("epochs", "batch_size", "lr", "held_out_images"):
-            _require(self, "finetune", name, 0 < getattr(self, name) < math.inf, "give a number above zero")
+            require(self, "finetune", name, 0 < getattr(self, name) < math.inf, "give a number above zero")
         for name in ("lowest_lr", "warmup_epochs", "weight_decay", "mixup", "cutmix"):
-            _require(self, "finetune", name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
+            require(self, "finetune", name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
         for name in ("drop_path", "label_smoothing", "held_out_part"):
-            _require(self, "finetune", name, 0 <= getattr(self, name) < 1, "give a number from 0 to below 1")
-        _require(
+            require(self, "finetune", name, 0 <= getattr(self, name) < 1, "give a number from 0 to below 1")
+        require(
             self, "finetune", "erasing_probability", 0 <= self.erasing_probability <= 1, "give a number from 0 to 1"
         )
-        _require(self, "finetune", "layer_decay", 0 < self.layer_decay <= 1, "give a number above 0, at most 1")
-        _require(self, "finetune", "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
+        require(self, "finetune", "layer_decay", 0 < self.layer_decay <= 1, "give a number above 0, at most 1")
+        require(self, "finetune", "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
         clip = self.clip_gradient_norm
-        _require(self, "finetune", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
-        _require(
-            self, "finetune", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above the epochs"
-        )
+        require(self, "finetune", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
+        require(self, "finetune", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above the epochs")
         self.augment()
-
-    def augment(self) -> AugmentConfig:
-        """The augmentation of the training images."""
-        return AugmentConfig(crop_scale=self.crop_scale, flip_probability=self.flip_probability)
 
 
 def finetune_full() -> FinetuneConfig:

@@ -1,17 +1,13 @@
 """How linear probes are trained and tested on each data set: the numbers of the paper's evaluations, as data."""
 
-import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.listed import ListedSource
+from stop_mim.data.loader import common_size
 from stop_mim.errors import InputError
-
-FLIP_PROBABILITY = 0.5
-CROP_SCALE = (0.08, 1.0)
-CROP_RATIO = (3 / 4, 4 / 3)
 
 
 @dataclass(frozen=True)
@@ -54,33 +50,6 @@ class LinearProtocol:
             raise InputError(f"The epochs of the protocol {self.name} are {self.epochs}: give at least 1.")
 
 
-@dataclass(frozen=True)
-class TrainingView:
-    """What is seen of a training image: a random part of it, or all of it where there is no crop_scale."""
-
-    size: int
-    """Height and width of what the encoder is given."""
-    crop_scale: tuple[float, float] | None
-    """Smallest and largest part of the image's area that a crop covers."""
-    crop_ratio: tuple[float, float] = CROP_RATIO
-    """Smallest and largest width over height of a crop."""
-    flip_probability: float = FLIP_PROBABILITY
-    """Chance that the image is mirrored left to right."""
-
-
-@dataclass(frozen=True)
-class CentreView:
-    """What is seen of a test image, and of every image whose features are computed once."""
-
-    short_side: int | None
-    """The image is resized until its short side has this length, keeping its proportions, and its centre is cut out.
-
-    None: the whole image is resized, each side on its own.
-    """
-    size: int
-    """Height and width of what the encoder is given."""
-
-
 _PROTOCOLS = (
     LinearProtocol("imagenet", "class", 1000, 28, (8, 16, 24)),
     LinearProtocol("places205", "class", 205, 14, (4, 8, 12)),
@@ -108,30 +77,9 @@ _NAME_PATTERNS = {
 }
 
 
-def lr_at(protocol: LinearProtocol, epoch: float) -> float:
-    """The learning rate at a (fractional) epoch, as a factor of the first one."""
-    if protocol.cosine_final_lr is None:
-        return 0.1 ** sum(epoch >= milestone for milestone in protocol.lr_milestones)
-    final = protocol.cosine_final_lr / protocol.lr
-    progress = min(max(epoch / protocol.epochs, 0.0), 1.0)
-    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def scaled_lr(protocol: LinearProtocol, batch_size: int) -> float:
-    """The first learning rate for this batch size."""
-    return protocol.lr * batch_size / protocol.lr_batch_size
-
-
-def view_for_training(protocol: LinearProtocol, image_size: int) -> TrainingView:
-    """A random resized crop or the whole image, at the encoder's image size."""
-    _check_image_size(image_size)
-    return TrainingView(image_size, CROP_SCALE if protocol.train_view == "random_resized_crop" else None)
-
-
-def view_for_test(protocol: LinearProtocol, image_size: int) -> CentreView:
-    """For 224: the central 224 of a short side of 256, in this proportion (8/7) for other sizes; or all of it."""
-    _check_image_size(image_size)
-    return CentreView(round(image_size * 8 / 7) if protocol.test_view == "resize_crop" else None, image_size)
+def fitted(protocol: LinearProtocol, source: ImageSource, size: tuple[int, int]) -> LinearProtocol:
+    """The protocol for these images: those that have the encoder's size already are seen as they are."""
+    return replace(protocol, test_view="resize") if common_size(source) == size else protocol
 
 
 def find_protocol(name: str) -> LinearProtocol:
@@ -163,8 +111,3 @@ def number_of_classes(source: ImageSource) -> int:
     if labels is None:
         raise InputError(f"{source.name} has no classes: give data with a class for each image.")
     return len(source.class_names) or int(labels.max()) + 1
-
-
-def _check_image_size(image_size: int) -> None:
-    if image_size < 1:
-        raise InputError(f"The image size is {image_size}: give a number of pixels above 0.")

@@ -37,10 +37,10 @@ class ObjectiveConfig:
     """How much the sum of the absolute values of A adds to the loss (ijepa)."""
 
     def __post_init__(self) -> None:
-        _require_choices(self, "objective")
-        _require(self, "objective", "target_layers", self.target_layers > 0, "give a number above zero")
-        _require(self, "objective", "beta", 0 < self.beta < math.inf, "give a number above zero")
-        _require(self, "objective", "l1_strength", 0 <= self.l1_strength < math.inf, "give zero or a positive number")
+        require_choices(self, "objective")
+        require(self, "objective", "target_layers", self.target_layers > 0, "give a number above zero")
+        require(self, "objective", "beta", 0 < self.beta < math.inf, "give a number above zero")
+        require(self, "objective", "l1_strength", 0 <= self.l1_strength < math.inf, "give zero or a positive number")
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class EncoderConfig:
     """Chance that a residual branch is left out, for the last layer; earlier ones have less."""
 
     def __post_init__(self) -> None:
-        _require_choices(self, "encoder")
+        require_choices(self, "encoder")
         for name in ("patch_size", "width", "depth", "heads"):
             value = getattr(self, name)
-            _require(self, "encoder", name, value is None or value > 0, "give a number above zero")
-        _require(self, "encoder", "drop_path", 0 <= self.drop_path < 1, "give a number from 0 to below 1")
+            require(self, "encoder", name, value is None or value > 0, "give a number above zero")
+        require(self, "encoder", "drop_path", 0 <= self.drop_path < 1, "give a number from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ class PositionsConfig:
     """Learn the scales of rows and columns from jitter_scale on; nothing keeps them from vanishing."""
 
     def __post_init__(self) -> None:
-        _require_choices(self, "positions")
+        require_choices(self, "positions")
         for name in ("sigma", "sigma_start", "jitter_scale"):
             value = getattr(self, name)
             holds = value is None or (math.isfinite(value) and value >= 0)
-            _require(self, "positions", name, holds, "give a finite number that is zero or positive")
+            require(self, "positions", name, holds, "give a finite number that is zero or positive")
         starts = self.jitter_scale > 0 or not self.jitter_learned
-        _require(self, "positions", "jitter_scale", starts, "start a learned scale above zero")
+        require(self, "positions", "jitter_scale", starts, "start a learned scale above zero")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class MaskConfig:
     """release: sample as the released I-JEPA and StoP code does, with its defects."""
 
     def __post_init__(self) -> None:
-        _require_choices(self, "masks")
+        require_choices(self, "masks")
 
 
 @dataclass(frozen=True)
@@ -179,17 +179,17 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "lr"):
-            _require(self, "optim", name, 0 < getattr(self, name) < math.inf, "give a number above zero")
+            require(self, "optim", name, 0 < getattr(self, name) < math.inf, "give a number above zero")
         for name in ("start_lr", "final_lr", "warmup_epochs", "weight_decay", "final_weight_decay"):
-            _require(self, "optim", name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
+            require(self, "optim", name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
         for name in ("ema_start", "ema_final"):
-            _require(self, "optim", name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
-        _require(self, "optim", "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
+            require(self, "optim", name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
+        require(self, "optim", "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
         hold = self.hold_after_epoch
-        _require(self, "optim", "hold_after_epoch", hold is None or hold >= 0, "give zero or a positive number")
+        require(self, "optim", "hold_after_epoch", hold is None or hold >= 0, "give zero or a positive number")
         clip = self.clip_gradient_norm
-        _require(self, "optim", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
-        _require(self, "optim", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above optim.epochs")
+        require(self, "optim", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
+        require(self, "optim", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above optim.epochs")
 
 
 @dataclass(frozen=True)
@@ -210,10 +210,10 @@ class SpeedConfig:
     """Compile encoder and predictor with torch.compile."""
 
     def __post_init__(self) -> None:
-        _require_choices(self, "speed")
+        require_choices(self, "speed")
         size, workers = self.batch_size_per_device, self.workers
-        _require(self, "speed", "batch_size_per_device", size is None or size > 0, "give a number above zero")
-        _require(self, "speed", "workers", workers is None or workers >= 0, "give zero or a positive number")
+        require(self, "speed", "batch_size_per_device", size is None or size > 0, "give a number above zero")
+        require(self, "speed", "workers", workers is None or workers >= 0, "give zero or a positive number")
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "health_every_steps"):
-            _require(self, "log", name, getattr(self, name) > 0, "give a number above zero")
+            require(self, "log", name, getattr(self, name) > 0, "give a number above zero")
 
 
 @dataclass(frozen=True)
@@ -260,10 +260,10 @@ class ProbeConfig:
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "score_every_steps", "neighbours", "memory", "test_images"):
-            _require(self, "probe", name, getattr(self, name) > 0, "give a number above zero")
-        _require(self, "probe", "batch_size", self.batch_size > 1, "give a number above one")
-        _require(self, "probe", "lr", 0 < self.lr < math.inf, "give a number above zero")
-        _require(self, "probe", "neighbours", self.neighbours <= self.memory, "it must not be above probe.memory")
+            require(self, "probe", name, getattr(self, name) > 0, "give a number above zero")
+        require(self, "probe", "batch_size", self.batch_size > 1, "give a number above one")
+        require(self, "probe", "lr", 0 < self.lr < math.inf, "give a number above zero")
+        require(self, "probe", "neighbours", self.neighbours <= self.memory, "it must not be above probe.memory")
 
 
 @dataclass(frozen=True)
@@ -279,9 +279,9 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep"):
-            _require(self, "checkpoint", name, getattr(self, name) > 0, "give a number above zero")
+            require(self, "checkpoint", name, getattr(self, name) > 0, "give a number above zero")
         every = self.milestone_every_epochs
-        _require(self, "checkpoint", "milestone_every_epochs", every is None or every > 0, "give a number above zero")
+        require(self, "checkpoint", "milestone_every_epochs", every is None or every > 0, "give a number above zero")
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def _from_plain(kind: Any, value: Any, path: str) -> Any:
     return value
 
 
-def _require_choices(config: object, group: str) -> None:
+def require_choices(config: object, group: str) -> None:
     """A misspelt choice is refused here: further on it would quietly be one of the others."""
     for name, kind in typing.get_type_hints(type(config)).items():
         literals = [part for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is Literal]
@@ -346,9 +346,10 @@ def _require_choices(config: object, group: str) -> None:
         value = getattr(config, name)
         optional = type(None) in typing.get_args(kind)
         holds = not choices or value in choices or (optional and value is None)
-        _require(config, group, name, holds, f"choose {' or '.join(map(str, choices))}")
+        require(config, group, name, holds, f"choose {' or '.join(map(str, choices))}")
 
 
-def _require(config: object, group: str, name: str, holds: bool, remedy: str) -> None:
+def require(config: object, group: str, name: str, holds: bool, remedy: str) -> None:
+    """Raises InputError, with the field's name and value and the remedy, unless the condition holds."""
     if not holds:
         raise InputError(f"{group}.{name} is {getattr(config, name)}: {remedy}.")

@@ -17,14 +17,12 @@ from stop_mim.data.images import BadImage
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError
 from stop_mim.evaluation.features import pooled_features
+from stop_mim.evaluation.labelled_training import StateFile, accuracies, check_sets
 from stop_mim.evaluation.linear_sgd import (
     Head,
     LinearHeads,
     LinearRun,
     LinearSGDConfig,
-    StateFile,
-    accuracies,
-    check_sets,
     heads_for,
     linear_sgd,
     lr_factor,

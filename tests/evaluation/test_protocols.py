@@ -1,7 +1,7 @@
 import dataclasses
-import math
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from stop_mim.data.image_source import ImageSource
@@ -11,15 +11,10 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.clevr import count_classes, distance_classes
 from stop_mim.evaluation.protocols import (
     PROTOCOLS,
-    CentreView,
-    TrainingView,
     find_protocol,
+    fitted,
     guess_protocol,
-    lr_at,
     number_of_classes,
-    scaled_lr,
-    view_for_test,
-    view_for_training,
 )
 
 # The table of the paper's evaluations: classes, epochs, milestones (or a cosine), views.
@@ -47,28 +42,7 @@ def test_all_protocols_share_the_optimiser():
     for name, protocol in PROTOCOLS.items():
         assert protocol.name == name
         assert (protocol.lr, protocol.momentum, protocol.nesterov, protocol.weight_decay) == (0.01, 0.9, True, 5e-4)
-        assert scaled_lr(protocol, 256) == 0.01
-        assert scaled_lr(protocol, 1024) == 0.04
-        assert scaled_lr(protocol, 64) == 0.0025
-
-
-def test_the_learning_rate_falls_at_milestones():
-    protocol = find_protocol("places205")
-    factors = [lr_at(protocol, epoch) for epoch in range(14)]
-    assert factors == pytest.approx([1] * 4 + [0.1] * 4 + [0.01] * 4 + [0.001] * 2)
-    assert lr_at(protocol, 3.999) == 1
-    assert lr_at(protocol, 100) == pytest.approx(0.001)
-
-
-def test_the_learning_rate_falls_by_a_cosine():
-    protocol = find_protocol("clevr-count")
-    assert lr_at(protocol, 0) == 1
-    assert lr_at(protocol, 25) == pytest.approx((1 + 0.01) / 2)
-    assert lr_at(protocol, 12.5) == pytest.approx(0.01 + 0.99 * (1 + math.sqrt(0.5)) / 2)
-    assert protocol.lr * lr_at(protocol, 50) == pytest.approx(1e-4)
-    assert lr_at(protocol, 60) == lr_at(protocol, 50)
-    factors = [lr_at(protocol, epoch) for epoch in range(51)]
-    assert factors == sorted(factors, reverse=True)
+        assert (protocol.lr, protocol.lr_batch_size) == (0.01, 256)
 
 
 def test_a_protocol_has_one_schedule_and_cannot_be_changed():
@@ -90,23 +64,12 @@ def test_unknown_names_are_told_which_there_are():
 # Views
 
 
-@pytest.mark.parametrize(("size", "short_side"), [(224, 256), (448, 512), (64, 73), (32, 37), (96, 110)])
-def test_test_images_are_cut_from_the_centre(size, short_side):
-    assert view_for_test(find_protocol("imagenet"), size) == CentreView(short_side, size)
-    assert view_for_test(find_protocol("cifar100"), size) == CentreView(None, size)
-    assert view_for_test(find_protocol("clevr-dist"), size) == CentreView(None, size)
-
-
-def test_training_images_are_cropped_or_whole():
-    crop = view_for_training(find_protocol("generic"), 224)
-    assert crop == TrainingView(224, (0.08, 1.0), (3 / 4, 4 / 3), 0.5)
-    assert view_for_training(find_protocol("clevr-count"), 64) == dataclasses.replace(crop, size=64, crop_scale=None)
-
-
-@pytest.mark.parametrize("view", [view_for_test, view_for_training])
-def test_impossible_sizes_are_refused(view):
-    with pytest.raises(InputError, match="image size is 0"):
-        view(find_protocol("imagenet"), 0)
+def test_images_of_the_encoders_size_are_seen_as_they_are(tmp_path):
+    for number in range(3):
+        PIL.Image.new("RGB", (32, 32)).save(tmp_path / f"{number}.png")
+    source = open_source(str(tmp_path))
+    assert fitted(find_protocol("imagenet"), source, (32, 32)).test_view == "resize"
+    assert fitted(find_protocol("imagenet"), source, (64, 64)) is find_protocol("imagenet")
 
 
 # Guesses
