@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from jaxtyping import install_import_hook
 
 SHAPED = ["masking", "models", "data", "training", "exchange", "evaluation", "sweeps", "analysis"]
@@ -27,3 +28,20 @@ def real_data() -> Callable[[str], Path]:
         return REAL_DATA / name
 
     return find
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Models this small gain nothing from threads, and on a busy machine threads wait for one another."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def scene_cache(tmp_path_factory) -> Path:
+    """Scenes are drawn once a session, into a cache that the tests own."""
+    return tmp_path_factory.mktemp("scene_cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(scene_cache, monkeypatch):
+    monkeypatch.setenv("STOP_MIM_CACHE", str(scene_cache))

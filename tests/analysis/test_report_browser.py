@@ -187,7 +187,7 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(stop_run, tmp_path_factory, analysis_cache):
+def one(stop_run, tmp_path_factory, scene_cache):
     """The report on one run, whose name, recipe and log are hostile."""
     folder = tmp_path_factory.mktemp("one")
     run = pretend(stop_run, folder / NAME)
@@ -196,12 +196,12 @@ def one(stop_run, tmp_path_factory, analysis_cache):
     with (run / "log.txt").open("a") as file:
         file.write(f"2026-01-01 00:00:00 Warning: {HOSTILE}\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOP_MIM_CACHE", str(analysis_cache))
+        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
         return write_report([run], folder / "report.html")
 
 
 @pytest.fixture(scope="module")
-def three(stop_run, tmp_path_factory, analysis_cache):
+def three(stop_run, tmp_path_factory, scene_cache):
     """The report on runs with noise, without, and without anything."""
     folder = tmp_path_factory.mktemp("three")
     RunFolder(folder / ("empty-" * 12)).create(tiny_config(folder / "empty"), "tiny")
@@ -211,7 +211,7 @@ def three(stop_run, tmp_path_factory, analysis_cache):
         folder / ("empty-" * 12),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOP_MIM_CACHE", str(analysis_cache))
+        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
         return write_report(runs, folder / "report.html")
 
 

@@ -47,14 +47,6 @@ QUICK = EvaluateConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def run(tmp_path):
     """A run of two steps."""
