@@ -23,7 +23,7 @@ LAYOUT_DRAWS = 4
 # The default counts are such that this part of the blocks, and of the contexts, is too small.
 TOO_SMALL_BLOCKS, TOO_SMALL_CONTEXTS = 0.10, 0.05
 # A context count that fewer layouts than this can give is refused.
-FEASIBLE_LAYOUTS = 0.05
+FEASIBLE_LAYOUTS, USUAL_LAYOUTS = 0.05, 0.5
 RELEASE_DRAWS = 100
 # So many blocks of the published sizes cover the published part of the patches for all but a few images.
 BLOCKWISE_DRAWS = 16
@@ -150,9 +150,11 @@ class MultiBlockMasks:
         spare = math.prod(self.grid) - self.n_blocks * self.target_tokens
         usual = int(available.float().quantile(TOO_SMALL_CONTEXTS, interpolation="lower"))
         self.context_tokens = wanted or min(usual, spare)
+        # Counts for which there may be no room beside blocks that do not overlap must be usual ones.
+        least = FEASIBLE_LAYOUTS if self.context_tokens <= spare else USUAL_LAYOUTS
         feasible = float((available >= self.context_tokens).float().mean())
-        if self.context_tokens < 1 or feasible < FEASIBLE_LAYOUTS or self.context_tokens > spare:
-            most = max(0, min(spare, int(available.float().quantile(1 - FEASIBLE_LAYOUTS, interpolation="lower"))))
+        if self.context_tokens < 1 or feasible < least:
+            most = int(available.float().quantile(1 - least, interpolation="lower"))
             raise InputError(
                 f"The masks do not fit a grid of {_grid_name(self.grid)} patches: beside {self.n_blocks} target blocks of "
                 f"scale {self._ranges[0]} there is room for at most {most} context patches and {max(1, self.context_tokens)}"
@@ -173,7 +175,9 @@ class MultiBlockMasks:
         free = ~targets.any(1)
         preference = (~taken).float() + free + (free & context)
         scores = preference + torch.rand(preference.shape, device=device, generator=generator)
-        context_indices = scores.topk(self.context_tokens, dim=-1).indices
+        best = scores.topk(self.context_tokens, dim=-1)
+        # Where even these are too few, a patch is context twice: a target must never be.
+        context_indices = torch.where(best.values < 1, best.indices[:, :1], best.indices)
         return Masks(context_indices.sort(dim=-1).values, chosen.sort(dim=-1).values)
 
     def _draw_layouts(

@@ -111,6 +111,6 @@ class Data2Vec(TargetObjective):
         tokens = top_layers_mean(self.target, images, self.target_layers, final_norm=False)
         return F.layer_norm(gather_patches(tokens, masks.targets.flatten(1)), tokens.shape[-1:])
 
-    def compiled_parts(self) -> list[nn.Module]:
-        """The student's layers, and the teacher's, which run one by one."""
-        return [self.encoder.vit.blocks, *self.target.vit.blocks]
+    def layers(self) -> list[nn.Module]:
+        """The student's and the teacher's."""
+        return [*self.encoder.vit.blocks, *self.target.vit.blocks]

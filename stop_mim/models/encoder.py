@@ -94,23 +94,28 @@ class Encoder(nn.Module):
         self, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"] | None
     ) -> Float[Tensor, "batch n_tokens dim"]:
         vit = self.vit
-        grid = self._grid_of(images)
         if vit.num_prefix_tokens:
+            self._grid_of(images)
             tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
             if indices is None:
                 return tokens
             prefix, patches = tokens.split([vit.num_prefix_tokens, tokens.shape[1] - vit.num_prefix_tokens], dim=1)
             return torch.cat([prefix, gather_patches(patches, indices)], dim=1)
+        positions = self.positions_for(images)
         patches = cut_patches(images, self.patch_size)
-        positions = vit.pos_embed
-        if grid != self.grid:
-            positions = resample_abs_pos_embed(positions, list(grid), list(self.grid), num_prefix_tokens=0)
         if indices is not None:
             # Before the projection, so that only the patches that are needed are embedded.
             patches, positions = gather_patches(patches, indices), positions[0][indices]
         projection = vit.patch_embed.proj
         embedded = F.linear(patches, projection.weight.flatten(1), projection.bias)
         return vit.norm_pre(vit.pos_drop(vit.patch_embed.norm(embedded) + positions))
+
+    def positions_for(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "1 n_patches dim"]:
+        """The positions of the patches of images of this size, for an encoder without prefix tokens."""
+        grid, positions = self._grid_of(images), self.vit.pos_embed
+        if grid == self.grid:
+            return positions
+        return resample_abs_pos_embed(positions, list(grid), list(self.grid), num_prefix_tokens=0)
 
     def _grid_of(self, images: Float[Tensor, "batch 3 height width"]) -> Grid:
         height, width = images.shape[-2:]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.encoder import Encoder, gather_patches
+from stop_mim.models.frozen_forward import FrozenPrecision, frozen_tokens
 from stop_mim.models.objective import TargetObjective, check_target_layers, top_layers_mean
 from stop_mim.models.predictor import Predictor
 from stop_mim.positions import Grid
@@ -41,6 +42,9 @@ class IJEPA(TargetObjective):
     - `beta`: the error from which smooth-L1 is linear.
     - `target_resolution`: whether the targets are features at half the resolution, and how those are made.
     - `l1_strength`: how much the sum of the absolute values of A adds to the loss.
+
+    `frozen_precision`, if it is set, lets the target encoder compute full-resolution targets of its last layer in bf16 or
+    fp8, faster than autocast would.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class IJEPA(TargetObjective):
             raise InputError(f"objective.l1_strength is {l1_strength}: give zero or a positive number.")
         self.predictor, self.target_layers, self.beta = predictor, target_layers, beta
         self.target_resolution, self.l1_strength = target_resolution, l1_strength
+        self.frozen_precision: FrozenPrecision | None = None
         self.train()
 
     @property
@@ -82,17 +87,20 @@ class IJEPA(TargetObjective):
     @torch.no_grad()
     def target_features(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> Features:
         """Features of the target blocks as the target encoder sees them in the whole image, layer-normed."""
+        wanted = masks.targets.flatten(1)
+        if self.frozen_precision is not None and self.target_layers == 1 and self.target_resolution == "full":
+            tokens = frozen_tokens(self.target, images, wanted, self.frozen_precision).float()
+            return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, masks.targets.shape[1:])
         if self.target_layers > 1:
             tokens = top_layers_mean(self.target, images, self.target_layers, final_norm=True)
         else:
             tokens = self.target(images)
         grid = (images.shape[2] // self.target.patch_size[0], images.shape[3] // self.target.patch_size[1])
-        tokens = gather_patches(lower_resolution(tokens, grid, self.target_resolution), masks.targets.flatten(1))
+        tokens = gather_patches(lower_resolution(tokens, grid, self.target_resolution), wanted)
         if self.target_layers == 1 or self.target_resolution != "full":
             tokens = F.layer_norm(tokens, tokens.shape[-1:])
         return tokens.unflatten(1, masks.targets.shape[1:])
 
-    def compiled_parts(self) -> list[nn.Module]:
-        """The layers of encoder, target encoder and predictor; those of averaged targets run one by one."""
-        blocks = self.target.vit.blocks
-        return [self.encoder.vit.blocks, *([blocks] if self.target_layers == 1 else blocks), self.predictor.blocks]
+    def layers(self) -> list[nn.Module]:
+        """Those of encoder, target encoder and predictor."""
+        return [*self.encoder.vit.blocks, *self.target.vit.blocks, *self.predictor.blocks]

@@ -50,7 +50,7 @@ class Decoder(Predictor):
         generator: torch.Generator | None = None,
     ) -> Pixels:
         """Predicted pixels of every target block, each on its own: MAE's masks have one."""
-        n_blocks, n_target = target_indices.shape[1:]
+        n_blocks = target_indices.shape[1]
         n_prefix = context.shape[1] - context_indices.shape[1]
         patches = context[:, n_prefix:]
         context_positions = self.positions(context_indices, tokens="context", context=patches, generator=generator)
@@ -60,8 +60,8 @@ class Decoder(Predictor):
         )
         if self.positions.adds_mask_token:
             masked_tokens = masked_tokens + self.mask_token
-        tokens = torch.cat([context_tokens.repeat_interleave(n_blocks, dim=0), masked_tokens.to(context_tokens)], dim=1)
-        return self.head(self.norm(self.blocks(tokens)[:, -n_target:])).unflatten(0, (-1, n_blocks))
+        masked_tokens = masked_tokens.to(context_tokens).unflatten(0, (-1, n_blocks))
+        return self.head(self.norm(self._transform(context_tokens, masked_tokens)))
 
 
 class MAE(Objective):
@@ -107,6 +107,6 @@ class MAE(Objective):
         patches = normalise_patches(patches) if self.norm_pixels else patches
         return patches.unflatten(1, masks.targets.shape[1:])
 
-    def compiled_parts(self) -> list[nn.Module]:
-        """The layers of encoder and decoder."""
-        return [self.encoder.vit.blocks, self.decoder.blocks]
+    def layers(self) -> list[nn.Module]:
+        """Those of encoder and decoder."""
+        return [*self.encoder.vit.blocks, *self.decoder.blocks]

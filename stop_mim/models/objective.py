@@ -55,11 +55,15 @@ class Objective(nn.Module, ABC):
         return self.masked_tokens.positions
 
     def update_target(self, momentum: float) -> None:
-        """Move the target, if there is one, after a step."""
+        """Move the target, if there is one, after a step: it keeps the part `momentum` of itself."""
+        self.move_target(1 - momentum)
 
-    def compiled_parts(self) -> list[nn.Module]:
-        """The parts that are worth compiling: transformer layers, whose token counts never change."""
-        return [self.encoder.vit.blocks]
+    def move_target(self, weight: float | Float[Tensor, ""]) -> None:
+        """Move the target, if there is one, by this part of the way; a number on its device is not waited for."""
+
+    @abstractmethod
+    def layers(self) -> list[nn.Module]:
+        """The transformer layers of all parts."""
 
 
 class TargetObjective(Objective):
@@ -83,11 +87,15 @@ class TargetObjective(Objective):
         return self.target
 
     @torch.no_grad()
-    def update_target(self, momentum: float) -> None:
-        """Move the target encoder towards the encoder by the part 1 - momentum."""
+    def move_target(self, weight: float | Float[Tensor, ""]) -> None:
+        """Move the target encoder towards the encoder by this part of the way."""
         pairs = zip(self.target.parameters(), self.encoder.parameters(), strict=True)
         moving: list[tuple[Tensor, Tensor]] = [(theirs, ours) for theirs, ours in pairs if ours.requires_grad]
-        torch._foreach_lerp_([theirs for theirs, _ in moving], [ours for _, ours in moving], 1 - momentum)
+        if isinstance(weight, Tensor) and weight.is_cuda:
+            for theirs, ours in moving:
+                theirs.lerp_(ours, weight)
+        else:
+            torch._foreach_lerp_([theirs for theirs, _ in moving], [ours for _, ours in moving], float(weight))
 
 
 def top_layers_mean(

@@ -1,7 +1,7 @@
 """The predictor: a narrow transformer from context and masked tokens to the features of the targets."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -22,10 +22,19 @@ class Predictor(nn.Module):
     """Context tokens c = A s + b + ψ and masked tokens m = ψ̂ + m̃ in, features of the masked patches out.
 
     The `positions` decide what ψ̂ is, and whether m̃ is added; each target block is predicted on its own.
+
+    `shared_context`: context tokens attend to context tokens alone, and so are the same for all blocks of an image and
+    computed once. Ours, not the paper's: there each block's masked tokens change the context tokens that they see.
     """
 
     def __init__(
-        self, projection: nn.Linear, positions: Positions, depth: int = 6, heads: int = 12, mlp_ratio: float = 4.0
+        self,
+        projection: nn.Linear,
+        positions: Positions,
+        depth: int = 6,
+        heads: int = 12,
+        mlp_ratio: float = 4.0,
+        shared_context: bool = False,
     ) -> None:
         super().__init__()
         width = projection.out_features
@@ -39,6 +48,7 @@ class Predictor(nn.Module):
         initialise_transformer(self, self.blocks)
         self.projection = projection
         self.positions = positions
+        self.shared_context = shared_context
         self.mask_token = nn.Parameter(torch.zeros(width), requires_grad=positions.adds_mask_token)
         if positions.adds_mask_token:
             nn.init.trunc_normal_(self.mask_token, std=PROJECTION_INIT_STD)
@@ -51,7 +61,7 @@ class Predictor(nn.Module):
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "batch n_blocks n_target encoder_dim"]:
         """Predicted features of every target block."""
-        n_blocks, n_target = target_indices.shape[1:]
+        n_blocks = target_indices.shape[1]
         context_positions = self.positions(context_indices, tokens="context", context=context, generator=generator)
         context_tokens = self.projection(context) + context_positions
         masked_tokens = self.positions(
@@ -59,6 +69,32 @@ class Predictor(nn.Module):
         )
         if self.positions.adds_mask_token:
             masked_tokens = masked_tokens + self.mask_token
-        tokens = torch.cat([context_tokens.repeat_interleave(n_blocks, dim=0), masked_tokens.to(context_tokens)], dim=1)
-        predicted = self.head(self.norm(self.blocks(tokens)[:, -n_target:]))
-        return predicted.unflatten(0, (-1, n_blocks))
+        masked_tokens = masked_tokens.to(context_tokens).unflatten(0, (-1, n_blocks))
+        return self.head(self.norm(self._transform(context_tokens, masked_tokens)))
+
+    def _transform(
+        self,
+        context_tokens: Float[Tensor, "batch n_context width"],
+        masked_tokens: Float[Tensor, "batch n_blocks n_target width"],
+    ) -> Float[Tensor, "batch n_blocks n_target width"]:
+        """What the layers make of the masked tokens of every block."""
+        n_blocks, n_target = masked_tokens.shape[1:3]
+        if not self.shared_context:
+            repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
+            tokens = self.blocks(torch.cat([repeated, masked_tokens.flatten(0, 1)], dim=1))
+            return tokens[:, -n_target:].unflatten(0, (-1, n_blocks))
+        n_context = context_tokens.shape[1]
+        seen = shared_context_mask(n_context, n_blocks, n_target, context_tokens.device)
+        tokens = torch.cat([context_tokens, masked_tokens.flatten(1, 2)], dim=1)
+        for block in self.blocks:
+            tokens = block(tokens, attn_mask=seen)
+        return tokens[:, n_context:].unflatten(1, (n_blocks, n_target))
+
+
+def shared_context_mask(
+    n_context: int, n_blocks: int, n_target: int, device: torch.device
+) -> Bool[Tensor, "n_tokens n_tokens"]:
+    """Which tokens (columns) a token (row) attends to: all to the context, masked ones also to those of their block."""
+    blocks = torch.arange(n_blocks, device=device).repeat_interleave(n_target)
+    block_of = torch.cat([torch.full((n_context,), -1, device=device), blocks])
+    return (block_of[None, :] == -1) | (block_of[:, None] == block_of[None, :])

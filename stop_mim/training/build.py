@@ -67,7 +67,13 @@ def build_ijepa(config: TrainConfig, total_steps: int = 1) -> IJEPA:
     """I-JEPA with new weights."""
     encoder = build_encoder(config.encoder)
     projection, positions = _build_projection(config, encoder, total_steps)
-    predictor = Predictor(projection, positions, config.predictor.depth, config.predictor.heads or encoder.heads)
+    predictor = Predictor(
+        projection,
+        positions,
+        config.predictor.depth,
+        config.predictor.heads or encoder.heads,
+        shared_context=config.predictor.shared_context,
+    )
     chosen = config.objective
     return IJEPA(encoder, predictor, chosen.target_layers, chosen.beta, chosen.target_resolution, chosen.l1_strength)
 

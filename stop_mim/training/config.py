@@ -80,6 +80,8 @@ class PredictorConfig:
     """Number of layers."""
     heads: int | None = None
     """Number of attention heads; as many as the encoder's when not given."""
+    shared_context: bool = False
+    """Context tokens attend to each other alone, once for all target blocks (ijepa; ours, not the paper's; faster)."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +208,14 @@ class SpeedConfig:
     """resident: images decoded once into the device's memory; streaming: by workers; auto: resident where nothing is lost."""
     workers: int | None = None
     """Processes that decode streamed images; not given: one a core, at most eight."""
-    compile: bool = False
-    """Compile encoder and predictor with torch.compile."""
+    compile: bool | None = None
+    """Compile the objective with torch.compile; not given: on a GPU, for runs of at least 500 steps."""
+    graph: bool | None = None
+    """Capture the whole step as one CUDA graph; not given: with compile, on one GPU."""
+    fp8_target: bool = False
+    """Let the target encoder multiply in eight bits (ijepa; GPUs from Hopper or Ada on): faster, a little coarser."""
+    recompute: bool = False
+    """Keep no activations within the layers and compute them again for the gradient: less memory, about a third slower."""
 
     def __post_init__(self) -> None:
         require_choices(self, "speed")

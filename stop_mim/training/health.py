@@ -66,7 +66,10 @@ def effective_rank(features: Float[Tensor, "n dim"]) -> float:
     """RankMe: exp of the entropy of the singular values, normed to sum 1; nan of features that are not finite."""
     if not torch.isfinite(features).all():
         return math.nan
-    singular = torch.linalg.svdvals(features.double())
+    features = features.double()
+    # By way of the smaller Gram matrix, many times faster than the singular values themselves.
+    gram = features.mT @ features if features.shape[0] > features.shape[1] else features @ features.mT
+    singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     parts = singular / singular.sum().clamp(min=1e-12) + 1e-7
     return math.exp(-(parts * parts.log()).sum().item())
 

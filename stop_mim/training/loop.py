@@ -3,10 +3,8 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,10 +17,10 @@ from stop_mim.data.loader import Loader, open_loader
 from stop_mim.data.order import BatchOrder
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.masking import Masks
 from stop_mim.models.encoder import Encoder, save_encoder
 from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed, seeded_generator
+from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.build import build_augment, build_masks, build_objective
 from stop_mim.training.checkpoint import (
     Checkpoint,
@@ -38,10 +36,11 @@ from stop_mim.training.distributed import Ranks, any_rank, broadcast, process_gr
 from stop_mim.training.health import HealthMonitor, HealthSigns, measure_health
 from stop_mim.training.interruption import Interruption, catch_interruption
 from stop_mim.training.online_probe import OnlineProbe, ProbeData, make_probe, open_probe_data
+from stop_mim.training.prefetch import prefetched
 from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import ScheduledValues, values_at
-from stop_mim.training.step import StepOutcome, make_optimiser, training_step
+from stop_mim.training.step import Batches, Outcome, StepOutcome, TrainingStep, make_optimiser, read_outcomes
 
 MAX_NOT_FINITE_IN_A_ROW = 5
 MAX_DEFAULT_WORKERS = 8
@@ -147,14 +146,13 @@ class Run:
         torch.manual_seed(derive_seed(config.seed, "weights"))
         self.objective = build_objective(config, self.total_steps).to(ranks.device)
         self.optimiser = make_optimiser(self.objective, config.optim, ranks.device)
-        if config.speed.compile:
-            compile_blocks(self.objective)
-        self.model = share(self.objective, ranks)
+        self.autocast = autocast_for(config.speed.precision, ranks.device)
         self.probe = self._make_probe(probe_data)
         self.probe_fingerprint = None if probe_data is None else probe_data.fingerprint
         self.step, self.not_finite, self.not_finite_in_a_row = 0, 0, 0
         self.monitor = HealthMonitor()
         self._pending = _Interval()
+        self._unread: list[Outcome] = []
 
     def _open_loader(self, source: ImageSource, augment: Augment) -> Loader:
         speed, ranks = self.config.speed, self.ranks
@@ -240,75 +238,91 @@ class Run:
         )
 
     def _train_until(self, end: int, interruption: Interruption) -> None:
-        images = self.loader.batches(self.order, self.step * self.batches_per_step)
-        autocast = autocast_for(self.config.speed.precision, self.ranks.device)
+        step = self._accelerated_step(end - self.step)
+        inputs = prefetched(self._inputs(), self.ranks.device)
         self._pending.restart_clock()
         while self.step < end:
             values = values_at(self.step, self.steps_per_epoch, self.config.optim)
             self.objective.positions.set_step(self.step)
-            batches = list(self._masked(images))
-            # What has no generator of its own, such as drop path, draws from the global one.
-            torch.manual_seed(derive_seed(self.config.seed, "layers", self.step, self.ranks.rank))
-            outcome = training_step(
-                self.model,
-                self.objective,
-                self.optimiser,
-                batches,
-                self.batches_per_step,
-                values,
-                self.ranks,
-                autocast,
-                seeded_generator(self.ranks.device, self.config.seed, "noise", self.step, self.ranks.rank),
-                self.config.optim.clip_gradient_norm,
+            batches = next(inputs)
+            self._unread.append(
+                step(batches, values, derive_seed(self.config.seed, "step", self.step, self.ranks.rank))
             )
             self.step += 1
-            self._judge(outcome)
-            if self.ranks.is_main:
-                self._report(outcome, values, batches[0][0], end, self._probe_features(autocast))
             stopping = any_rank(bool(interruption), self.ranks)
-            if stopping or self.step == end or self._saves_here():
+            saves = stopping or self.step == end or self._saves_here()
+            if saves or self._is_read_here():
+                self._read_outcomes()
+            if self.ranks.is_main:
+                self._report(values, batches[0][0], end, self._probe_features())
+            if saves:
                 self.save()
             if stopping:
                 interruption.signal_name = interruption.signal_name or "another process"
                 return
 
+    def _accelerated_step(self, steps: int) -> Callable[[Batches, ScheduledValues, int], Outcome]:
+        model = share(self.objective, self.ranks)
+        clip = self.config.optim.clip_gradient_norm
+        step = TrainingStep(model, self.objective, self.optimiser, self.ranks, self.autocast, clip)
+        return accelerate(step, self.config.speed, steps, self._say, self._warn)
+
+    def _is_read_here(self) -> bool:
+        """Where outcomes are read, all processes at the same step: on the CPU they are at hand at every one."""
+        log, probe = self.config.log, self.config.probe
+        scored = probe.data is not None and self.step % probe.score_every_steps == 0
+        due = self.step % log.every_steps == 0 or self.step % log.health_every_steps == 0 or self.step == 1 or scored
+        return self.ranks.device.type == "cpu" or due
+
+    def _read_outcomes(self) -> None:
+        """Wait for the steps that were not read yet, and judge them."""
+        first = self.step - len(self._unread) + 1
+        outcomes, self._unread = read_outcomes(self._unread), []
+        for number, outcome in enumerate(outcomes, start=first):
+            self._judge(number, outcome)
+            self._pending.add(outcome)
+
     def _saves_here(self) -> bool:
         milestone = self.milestone_steps is not None and self.step % self.milestone_steps == 0
         return milestone or self.step % self.config.checkpoint.every_steps == 0
 
-    def _masked(self, images: Iterator[Tensor]) -> Iterator[tuple[Tensor, Masks]]:
-        for number in range(self.step * self.batches_per_step, (self.step + 1) * self.batches_per_step):
-            generator = seeded_generator(self.ranks.device, self.config.seed, "masks", number, self.ranks.rank)
-            yield next(images), self.masks.sample(self.per_device, self.ranks.device, generator)
+    def _inputs(self) -> Iterator[Batches]:
+        """The batches of every step from here on, with their masks."""
+        images = self.loader.batches(self.order, self.step * self.batches_per_step)
+        number = self.step * self.batches_per_step
+        while True:
+            batches = []
+            for _ in range(self.batches_per_step):
+                generator = seeded_generator(self.ranks.device, self.config.seed, "masks", number, self.ranks.rank)
+                batches.append((next(images), self.masks.sample(self.per_device, self.ranks.device, generator)))
+                number += 1
+            yield batches
 
-    def _judge(self, outcome: StepOutcome) -> None:
+    def _judge(self, step: int, outcome: StepOutcome) -> None:
         if outcome.updated:
             self.not_finite_in_a_row = 0
             return
         self.not_finite += 1
         self.not_finite_in_a_row += 1
-        self._warn(f"Step {self.step}: the loss or its gradient is not finite ({outcome.loss}); the step was skipped.")
+        self._warn(f"Step {step}: the loss or its gradient is not finite ({outcome.loss}); the step was skipped.")
         if self.not_finite_in_a_row >= MAX_NOT_FINITE_IN_A_ROW:
             raise TrainingDiverged(
-                f"The loss was not finite for {MAX_NOT_FINITE_IN_A_ROW} steps in a row, the last of them step {self.step}: "
+                f"The loss was not finite for {MAX_NOT_FINITE_IN_A_ROW} steps in a row, the last of them step {step}: "
                 "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint holds none of it."
             )
 
-    def _probe_features(self, autocast: AbstractContextManager[Any]) -> dict[str, float]:
+    def _probe_features(self) -> dict[str, float]:
         """Let the probe learn, and be scored, where it is its turn: a function of the step alone."""
         config, probe, encoder = self.config.probe, self.probe, self.objective.frozen
         if probe is None:
             return {}
         if self.step % config.every_steps == 0:
-            probe.learn(encoder, self.step // config.every_steps, autocast)
+            probe.learn(encoder, self.step // config.every_steps, self.autocast)
         scored = self.step % config.score_every_steps == 0 or self.step == self.total_steps
-        return probe.score(encoder, autocast) if scored else {}
+        return probe.score(encoder, self.autocast) if scored else {}
 
-    def _report(
-        self, outcome: StepOutcome, values: ScheduledValues, images: Tensor, end: int, scores: dict[str, float]
-    ) -> None:
+    def _report(self, values: ScheduledValues, images: Tensor, end: int, scores: dict[str, float]) -> None:
         log, pending = self.config.log, self._pending
-        pending.add(outcome)
         if scores:
             pending.scores = f"probe {scores['probe/linear_top1']:.1f} kNN {scores['probe/knn_top1']:.1f}"
         looks = self.step == 1 or self.step % log.health_every_steps == 0 or self.step == self.total_steps
@@ -320,7 +334,7 @@ class Run:
         measured = {
             "epoch": self.step / self.steps_per_epoch,
             "loss": pending.mean_loss(),
-            "gradient_norm": outcome.gradient_norm,
+            "gradient_norm": pending.last_gradient_norm,
             "images_per_second": rate,
             "not_finite": self.not_finite,
             "sigma": getattr(self.objective.positions, "sigma", 0.0),
@@ -360,6 +374,11 @@ class Run:
             self.display.say(line)
             self.folder.log(line)
 
+    def _say(self, text: str) -> None:
+        if self.ranks.is_main:
+            self.display.say(text)
+            self.folder.log(text)
+
     def _warn(self, text: str) -> None:
         if self.ranks.is_main:
             self.display.say(f"Warning: {text}", style="bold yellow")
@@ -393,7 +412,7 @@ class _Interval:
 
     def __init__(self) -> None:
         self.health, self.scores = "", ""
-        self.last_loss = float("nan")
+        self.last_loss, self.last_gradient_norm = float("nan"), float("nan")
         self.restart()
 
     def restart(self) -> None:
@@ -406,6 +425,7 @@ class _Interval:
 
     def add(self, outcome: StepOutcome) -> None:
         self._steps += 1
+        self.last_gradient_norm = outcome.gradient_norm
         if outcome.updated:
             self.losses.append(outcome.loss)
             self.last_loss = outcome.loss
@@ -436,16 +456,3 @@ def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
             f"({per_device} on each of {ranks.world_size} devices)."
         )
     return per_device, total // (per_device * ranks.world_size)
-
-
-def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 autocast, which needs no scaling of gradients, or nothing."""
-    if precision == "bf16" or (precision == "auto" and device.type == "cuda"):
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext()
-
-
-def compile_blocks(objective: Objective) -> None:
-    """Compile the transformer layers, whose token counts never change."""
-    for part in objective.compiled_parts():
-        part.compile()

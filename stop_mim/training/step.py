@@ -1,12 +1,15 @@
-"""One optimisation step: gradients of some batches, then weights and target, unless something is not finite."""
+"""One optimisation step: gradients of some batches, then weights and target, unless something is not finite.
 
-from collections.abc import Iterable
+Nothing in it waits for the device: what comes of a step is a tensor there, which is read when somebody wants to know.
+"""
+
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +18,10 @@ from stop_mim.models.objective import Objective
 from stop_mim.training.config import OptimConfig
 from stop_mim.training.distributed import Ranks, reduce_mean
 from stop_mim.training.schedules import ScheduledValues
+
+Batches = Sequence[tuple[Float[Tensor, "batch 3 height width"], Masks]]
+Outcome = Float[Tensor, "3"]
+"""Loss, norm of the gradient, and whether the weights were updated, on the device."""
 
 
 @dataclass(frozen=True)
@@ -26,49 +33,89 @@ class StepOutcome:
     updated: bool
 
 
+def read_outcomes(outcomes: Sequence[Outcome]) -> list[StepOutcome]:
+    """Wait for some steps, and tell what came of them."""
+    if not outcomes:
+        return []
+    return [StepOutcome(loss, norm, bool(updated)) for loss, norm, updated in torch.stack(list(outcomes)).tolist()]
+
+
 def make_optimiser(objective: Objective, optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over everything that learns, without weight decay for biases, norms and other vectors."""
+    """AdamW over everything that learns; weights decay outside it, so that the decay can follow a schedule on the device."""
     learned = [parameter for parameter in objective.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in learned if parameter.ndim > 1], "decays": True},
-        {"params": [parameter for parameter in learned if parameter.ndim <= 1], "decays": False},
-    ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    # A learning rate on the device can change under a captured graph.
+    lr = torch.tensor(optim.lr, device=device) if on_gpu else optim.lr
+    return torch.optim.AdamW(learned, lr=lr, betas=optim.betas, weight_decay=0.0, fused=True, capturable=on_gpu)
 
 
-def training_step(
-    model: nn.Module,
-    objective: Objective,
-    optimiser: torch.optim.Optimizer,
-    batches: Iterable[tuple[Float[Tensor, "batch 3 height width"], Masks]],
-    n_batches: int,
-    values: ScheduledValues,
-    ranks: Ranks,
-    autocast: AbstractContextManager[Any],
-    generator: torch.Generator | None = None,
-    clip_gradient_norm: float | None = None,
-) -> StepOutcome:
-    """Accumulate the gradients of `n_batches` batches, update the weights, move the target; `model` may share `objective`."""
-    for group in optimiser.param_groups:
-        group["lr"], group["weight_decay"] = values.lr, values.weight_decay if group["decays"] else 0.0
-    optimiser.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=ranks.device)
-    for number, (images, masks) in enumerate(batches, start=1):
-        # Gradients are averaged over the processes once, with the last batch.
-        waits = isinstance(model, DistributedDataParallel) and number < n_batches
-        with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
-            with autocast:
-                loss = model(images, masks, generator) / n_batches
-            loss.backward()
-        total += loss.detach()
-    loss, norm = reduce_mean(total, ranks), gradient_norm(objective)
-    outcome = StepOutcome(loss.item(), norm.item(), bool(torch.isfinite(loss) & torch.isfinite(norm)))
-    if outcome.updated:
-        if clip_gradient_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(objective.parameters(), clip_gradient_norm, norm)
-        optimiser.step()
-        objective.update_target(values.ema_momentum)
-    return outcome
+class TrainingStep:
+    """A step that can be repeated: called with batches, scheduled values and a seed for the noise, it gives an Outcome.
+
+    `model` may share `objective` with other processes. Gradients of the batches are accumulated. Matrices decay, biases,
+    norms and other vectors do not. The state that changes from step to step is in tensors, so that `run` can be
+    captured once and replayed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        optimiser: torch.optim.AdamW,
+        ranks: Ranks,
+        autocast: AbstractContextManager[Any],
+        clip_gradient_norm: float | None = None,
+    ) -> None:
+        self.model, self.objective, self.optimiser = model, objective, optimiser
+        self.ranks, self.autocast = ranks, autocast
+        self.clip_gradient_norm = clip_gradient_norm
+        self._learned: list[Tensor] = [p for group in optimiser.param_groups for p in group["params"]]
+        self._decaying: list[Tensor] = [parameter for parameter in self._learned if parameter.ndim > 1]
+        self._kept = torch.ones((), device=ranks.device)
+        self._target_weight = torch.zeros((), device=ranks.device)
+
+    def __call__(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+        """Take a step."""
+        self.schedule(values, seed)
+        return self.run(batches)
+
+    def schedule(self, values: ScheduledValues, seed: int) -> None:
+        """Set what the next step depends on: what draws in it, noise and drop path, draws from the global generators."""
+        for group in self.optimiser.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(values.lr)
+            else:
+                group["lr"] = values.lr
+        self._kept.fill_(1 - values.lr * values.weight_decay)
+        self._target_weight.fill_(1 - values.ema_momentum)
+        torch.manual_seed(seed)
+
+    def run(self, batches: Batches) -> Outcome:
+        """The step as it was scheduled."""
+        self.optimiser.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.ranks.device)
+        for number, (images, masks) in enumerate(batches, start=1):
+            # Gradients are averaged over the processes once, with the last batch.
+            waits = isinstance(self.model, DistributedDataParallel) and number < len(batches)
+            with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                with self.autocast:
+                    loss = self.model(images, masks) / len(batches)
+                loss.backward()
+            total += loss.detach()
+        loss, norm = reduce_mean(total, self.ranks), gradient_norm(self.objective)
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        self._update(norm, finite)
+        return torch.stack([loss, norm.to(loss), finite.to(loss)])
+
+    @torch.no_grad()
+    def _update(self, norm: Float[Tensor, ""], finite: Bool[Tensor, ""]) -> None:
+        if self.clip_gradient_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._learned, self.clip_gradient_norm, norm)
+        torch._foreach_mul_(self._decaying, torch.where(finite, self._kept, 1.0))
+        # What a gradient scaler would say, and with the same effect: the optimiser's kernel leaves everything as it is.
+        self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimiser.step()
+        self.objective.move_target(torch.where(finite, self._target_weight, 0.0))
 
 
 def gradient_norm(objective: Objective) -> Float[Tensor, ""]:

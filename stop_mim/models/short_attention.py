@@ -1,0 +1,159 @@
+"""Self-attention of short sequences in one kernel each way: a sequence of up to 128 tokens fits into one tile.
+
+So the backward pass needs neither the output nor the softmax's sums, no second kernel to prepare or to convert, and
+writes the gradient of queries, keys and values where the linear layer before it wants it. Made for NVIDIA GPUs; where
+it does not apply, timm's own attention does the same.
+"""
+
+import math
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from timm.layers import Attention
+from torch import Tensor, nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+LONGEST = 128
+HEAD_WIDTHS = (16, 32, 64, 128)
+
+if triton is not None:
+
+    @triton.jit
+    def _load_head(start, offsets, inside):  # type: ignore[no-untyped-def]
+        return tl.load(start + offsets, mask=inside[:, None], other=0.0)
+
+    @triton.jit
+    def _softmax(q, k, inside, log2_scale):  # type: ignore[no-untyped-def]
+        scores = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * log2_scale, -1e30)
+        weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
+        return weights / tl.sum(weights, 1)[:, None]
+
+    @triton.jit
+    def _forward_kernel(  # type: ignore[no-untyped-def]
+        qkv, output, n, log2_scale, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+    ):
+        sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+        rows, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
+        inside = rows < n
+        qkv += sequence.to(tl.int64) * n * 3 * HEADS * WIDTH + head * WIDTH
+        offsets = rows[:, None] * (3 * HEADS * WIDTH) + columns[None, :]
+        q = _load_head(qkv, offsets, inside)
+        k = _load_head(qkv + HEADS * WIDTH, offsets, inside)
+        v = _load_head(qkv + 2 * HEADS * WIDTH, offsets, inside)
+        attended = tl.dot(_softmax(q, k, inside, log2_scale).to(q.dtype), v)
+        output += sequence.to(tl.int64) * n * HEADS * WIDTH + head * WIDTH
+        tl.store(output + rows[:, None] * (HEADS * WIDTH) + columns[None, :], attended.to(q.dtype), inside[:, None])
+
+    @triton.jit
+    def _backward_kernel(  # type: ignore[no-untyped-def]
+        qkv, d_output, d_qkv, n, log2_scale, scale, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+    ):
+        sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+        rows, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
+        inside = rows < n
+        start = sequence.to(tl.int64) * n * 3 * HEADS * WIDTH + head * WIDTH
+        offsets = start + rows[:, None] * (3 * HEADS * WIDTH) + columns[None, :]
+        q = _load_head(qkv, offsets, inside)
+        k = _load_head(qkv + HEADS * WIDTH, offsets, inside)
+        v = _load_head(qkv + 2 * HEADS * WIDTH, offsets, inside)
+        d_output += sequence.to(tl.int64) * n * HEADS * WIDTH + head * WIDTH
+        d_attended = _load_head(d_output, rows[:, None] * (HEADS * WIDTH) + columns[None, :], inside)
+        weights = _softmax(q, k, inside, log2_scale)
+        d_v = tl.dot(tl.trans(weights.to(q.dtype)), d_attended)
+        tl.store(d_qkv + 2 * HEADS * WIDTH + offsets, d_v.to(q.dtype), inside[:, None])
+        d_weights = tl.dot(d_attended, tl.trans(v))
+        centred = d_weights - tl.sum(weights * d_weights, 1)[:, None]
+        d_scores = (weights * centred * scale).to(q.dtype)
+        tl.store(d_qkv + offsets, tl.dot(d_scores, k).to(q.dtype), inside[:, None])
+        tl.store(d_qkv + HEADS * WIDTH + offsets, tl.dot(tl.trans(d_scores), q).to(q.dtype), inside[:, None])
+
+
+def _launch(kernel: Any, qkv: Tensor, tensors: tuple[Tensor, ...], heads: int, *scales: float) -> None:
+    sequences, n, width = qkv.shape
+    tile = max(16, triton.next_power_of_2(n))
+    constants = {"HEADS": heads, "WIDTH": width // (3 * heads), "TILE": tile}
+    kernel[(sequences * heads,)](qkv, *tensors, n, *scales, **constants, num_warps=8 if tile > 64 else 4)
+
+
+def _scale(width: int, heads: int) -> float:
+    return 1 / math.sqrt(width // (3 * heads))
+
+
+@torch.library.custom_op("stop_mim::short_attention", mutates_args=())
+def _short_attention(qkv: Tensor, heads: int) -> Tensor:
+    output = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+    _launch(_forward_kernel, qkv, (output,), heads, _scale(qkv.shape[2], heads) * math.log2(math.e))
+    return output
+
+
+@torch.library.custom_op("stop_mim::short_attention_backward", mutates_args=())
+def _short_attention_backward(qkv: Tensor, d_output: Tensor, heads: int) -> Tensor:
+    d_qkv, scale = torch.empty_like(qkv), _scale(qkv.shape[2], heads)
+    _launch(_backward_kernel, qkv, (d_output.contiguous(), d_qkv), heads, scale * math.log2(math.e), scale)
+    return d_qkv
+
+
+@_short_attention.register_fake
+def _(qkv: Tensor, heads: int) -> Tensor:
+    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+
+
+@_short_attention_backward.register_fake
+def _(qkv: Tensor, d_output: Tensor, heads: int) -> Tensor:
+    return torch.empty_like(qkv)
+
+
+def _remember(context: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    qkv, context.heads = inputs
+    context.save_for_backward(qkv)
+
+
+def _differentiate(context: Any, d_output: Tensor) -> tuple[Tensor, None]:
+    (qkv,) = context.saved_tensors
+    return _short_attention_backward(qkv, d_output, context.heads), None
+
+
+_short_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def attend(qkv: Float[Tensor, "batch n 3_dim"], heads: int) -> Float[Tensor, "batch n dim"]:
+    """Self-attention from queries, keys and values side by side, by the kernel where it applies."""
+    batch, n, width = qkv.shape
+    head_width = width // (3 * heads)
+    fits = n <= LONGEST and head_width in HEAD_WIDTHS and qkv.dtype == torch.bfloat16
+    if triton is not None and qkv.is_cuda and fits and qkv.is_contiguous():
+        return _short_attention(qkv, heads)
+    q, k, v = qkv.reshape(batch, n, 3, heads, head_width).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, n, width // 3)
+
+
+def use_short_attention(layers: list[nn.Module]) -> None:
+    """Let timm's plain attention layers attend by `attend` from here on; others stay as they are."""
+    for layer in layers:
+        attention: Any = getattr(layer, "attn", None)
+        if type(attention) is Attention and _is_plain(attention):
+            attention.forward = MethodType(_plain_attention, attention)
+
+
+def _is_plain(attention: Attention) -> bool:
+    kept = (attention.q_norm, attention.k_norm, getattr(attention, "norm", nn.Identity()))
+    drops = attention.attn_drop.p or attention.proj_drop.p
+    return (
+        all(isinstance(norm, nn.Identity) for norm in kept) and not drops and getattr(attention, "gate", None) is None
+    )
+
+
+def _plain_attention(
+    self: Attention, tokens: Float[Tensor, "batch n dim"], attn_mask: Tensor | None = None, **options: Any
+) -> Float[Tensor, "batch n dim"]:
+    if attn_mask is not None:
+        return type(self).forward(self, tokens, attn_mask=attn_mask, **options)
+    return self.proj(attend(self.qkv(tokens), self.num_heads))

@@ -1,0 +1,180 @@
+"""Everything that makes a step faster and leaves what it learns as it is, but for rounding and random draws."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from stop_mim.errors import InputError
+from stop_mim.masking import Masks
+from stop_mim.models.frozen_forward import has_frozen_forward
+from stop_mim.models.ijepa import IJEPA
+from stop_mim.models.objective import Objective
+from stop_mim.models.short_attention import use_short_attention
+from stop_mim.training.config import SpeedConfig
+from stop_mim.training.schedules import ScheduledValues
+from stop_mim.training.step import Batches, Outcome, TrainingStep
+
+STEPS_WORTH_COMPILING = 500
+STEPS_BEFORE_CAPTURE = 3
+FIRST_WITH_FP8 = (8, 9)
+
+Step = Callable[[Batches, ScheduledValues, int], Outcome]
+Say = Callable[[str], None]
+
+
+def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """bf16 autocast, which needs no scaling of gradients, or nothing."""
+    if is_half(precision, device):
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def is_half(precision: str, device: torch.device) -> bool:
+    """Whether this precision is bf16 on this device."""
+    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
+
+
+def accelerate(step: TrainingStep, speed: SpeedConfig, steps: int, say: Say, warn: Say) -> Step:
+    """The step as `speed` wants it for a run of so many steps: compiled, captured as a CUDA graph, or as it is."""
+    device, objective = step.ranks.device, step.objective
+    on_gpu = device.type == "cuda"
+    prepare_objective(objective, speed, device)
+    compiles = speed.compile if speed.compile is not None else on_gpu and steps >= STEPS_WORTH_COMPILING
+    captures = speed.graph if speed.graph is not None else compiles and on_gpu and step.ranks.world_size == 1
+    if captures and (not on_gpu or step.ranks.world_size > 1):
+        raise InputError("speed.graph is True: CUDA graphs need a GPU and a single process; leave it out.")
+    inner: Step = CompiledStep(step, say, warn) if compiles else step
+    return CapturedStep(step, inner, warn) if captures else inner
+
+
+def prepare_objective(objective: Objective, speed: SpeedConfig, device: torch.device) -> None:
+    """Give an objective the layers and the target's precision that suit `speed` and the device."""
+    half_on_gpu = device.type == "cuda" and is_half(speed.precision, device)
+    if speed.fp8_target:
+        _require_fp8(objective, speed, device)
+    if half_on_gpu:
+        use_short_attention(objective.layers())
+        if isinstance(objective, IJEPA) and has_frozen_forward(objective.target):
+            objective.frozen_precision = "fp8" if speed.fp8_target else "bf16"
+    if speed.recompute:
+        recompute_layers(objective)
+
+
+def _require_fp8(objective: Objective, speed: SpeedConfig, device: torch.device) -> None:
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
+    if not able or not is_half(speed.precision, device):
+        raise InputError(
+            f"speed.fp8_target is True on {device}: products in eight bits need a GPU of the Hopper or Ada generation, or "
+            "newer, and speed.precision bf16; leave it out."
+        )
+    if not (isinstance(objective, IJEPA) and objective.target_layers == 1 and has_frozen_forward(objective.target)):
+        raise InputError(
+            "speed.fp8_target is True: it is made for the objective ijepa with objective.target_layers 1; leave it out."
+        )
+
+
+def recompute_layers(objective: Objective) -> None:
+    """Keep what goes into a layer alone, and compute what is in it again for its gradient."""
+    for layer in objective.layers():
+        draws = any(getattr(module, "drop_prob", 0) for module in layer.modules())
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=draws)
+
+
+class CompiledStep:
+    """A step whose objective is compiled, forward and backward; if that fails it goes on without, and says so."""
+
+    def __init__(self, step: TrainingStep, say: Say, warn: Say) -> None:
+        self._step, self._say, self._warn = step, say, warn
+        self._is_tried = False
+        step.objective.compile(dynamic=False)
+
+    def __call__(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+        """Take a step; the first one compiles."""
+        if self._is_tried:
+            return self._step(batches, values, seed)
+        self._is_tried = True
+        self._say("Compiling: the first step takes about a minute.")
+        try:
+            return self._step(batches, values, seed)
+        except (InputError, torch.OutOfMemoryError):
+            raise
+        # Whatever dynamo, inductor, triton or a compiler make of this machine; the weights are as they were.
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            self._warn(f"The model could not be compiled ({reason}): it trains without, slower.")
+            self._step.objective._compiled_call_impl = None
+            return self._step(batches, values, seed)
+
+
+class CapturedStep:
+    """A step as one CUDA graph: after a few plain steps it is recorded once, and from there on replayed.
+
+    A replay launches all kernels of the step together, so that a small model does not wait for Python. Its batches are
+    copied to where the recorded kernels read them; schedules and random draws are in tensors and generators already.
+    """
+
+    def __init__(self, step: TrainingStep, first: Step, warn: Say) -> None:
+        self._step, self._first, self._warn = step, first, warn
+        self._plain_steps = 0
+        self._recorded: tuple[torch.cuda.CUDAGraph, Outcome] | None = None
+        self._is_given_up = False
+        self._inputs: Batches = []
+
+    def __call__(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+        """Take a step."""
+        if self._is_given_up:
+            return self._first(batches, values, seed)
+        if self._plain_steps < STEPS_BEFORE_CAPTURE:
+            self._plain_steps += 1
+            return self._aside(batches, values, seed)
+        recorded = self._recorded or self._capture(batches)
+        if recorded is None:
+            return self._first(batches, values, seed)
+        graph, outcome = recorded
+        for (images, masks), (new_images, new_masks) in zip(self._inputs, batches, strict=True):
+            images.copy_(new_images)
+            masks.context.copy_(new_masks.context)
+            masks.targets.copy_(new_masks.targets)
+        self._step.schedule(values, seed)
+        graph.replay()
+        return outcome.clone()
+
+    def _aside(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+        """A plain step on another stream, as torch wants it before a recording."""
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            outcome = self._first(batches, values, seed)
+        here.wait_stream(aside)
+        return outcome
+
+    def _capture(self, batches: Batches) -> tuple[torch.cuda.CUDAGraph, Outcome] | None:
+        self._inputs = [
+            (images.clone(), Masks(masks.context.clone(), masks.targets.clone())) for images, masks in batches
+        ]
+        self._step.optimiser.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                outcome = self._step.run(self._inputs)
+        except torch.OutOfMemoryError:
+            raise
+        # Whatever in an objective cannot be recorded: the step was not taken, and can be taken plainly.
+        except Exception as error:
+            self._warn(
+                f"The step could not be captured as a CUDA graph ({str(error).strip().splitlines()[0]}): it trains "
+                "without, slower if the model is small."
+            )
+            self._is_given_up, self._inputs = True, []
+            return None
+        self._recorded = graph, outcome
+        return self._recorded
+
+
+def is_compiled(objective: Objective) -> bool:
+    """Whether calls of the objective are compiled."""
+    return objective._compiled_call_impl is not None
