@@ -23,6 +23,9 @@ except ImportError:
 
 LONGEST = 128
 HEAD_WIDTHS = (16, 32, 64, 128)
+# The fastest for each tile on an H200.
+FORWARD_WARPS = {16: 1, 32: 2, 64: 4, 128: 8}
+BACKWARD_WARPS = {16: 1, 32: 2, 64: 4, 128: 4}
 
 if triton is not None:
 
@@ -76,11 +79,13 @@ if triton is not None:
         tl.store(d_qkv + HEADS * WIDTH + offsets, tl.dot(tl.trans(d_scores), q).to(q.dtype), inside[:, None])
 
 
-def _launch(kernel: Any, qkv: Tensor, tensors: tuple[Tensor, ...], heads: int, *scales: float) -> None:
+def _launch(
+    kernel: Any, warps: dict[int, int], qkv: Tensor, tensors: tuple[Tensor, ...], heads: int, *scales: float
+) -> None:
     sequences, n, width = qkv.shape
     tile = max(16, triton.next_power_of_2(n))
     constants = {"HEADS": heads, "WIDTH": width // (3 * heads), "TILE": tile}
-    kernel[(sequences * heads,)](qkv, *tensors, n, *scales, **constants, num_warps=8 if tile > 64 else 4)
+    kernel[(sequences * heads,)](qkv, *tensors, n, *scales, **constants, num_warps=warps[tile])
 
 
 def _scale(width: int, heads: int) -> float:
@@ -90,14 +95,15 @@ def _scale(width: int, heads: int) -> float:
 @torch.library.custom_op("stop_mim::short_attention", mutates_args=())
 def _short_attention(qkv: Tensor, heads: int) -> Tensor:
     output = qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
-    _launch(_forward_kernel, qkv, (output,), heads, _scale(qkv.shape[2], heads) * math.log2(math.e))
+    _launch(_forward_kernel, FORWARD_WARPS, qkv, (output,), heads, _scale(qkv.shape[2], heads) * math.log2(math.e))
     return output
 
 
 @torch.library.custom_op("stop_mim::short_attention_backward", mutates_args=())
 def _short_attention_backward(qkv: Tensor, d_output: Tensor, heads: int) -> Tensor:
     d_qkv, scale = torch.empty_like(qkv), _scale(qkv.shape[2], heads)
-    _launch(_backward_kernel, qkv, (d_output.contiguous(), d_qkv), heads, scale * math.log2(math.e), scale)
+    tensors = (d_output.contiguous(), d_qkv)
+    _launch(_backward_kernel, BACKWARD_WARPS, qkv, tensors, heads, scale * math.log2(math.e), scale)
     return d_qkv
 
 
@@ -111,14 +117,14 @@ def _(qkv: Tensor, d_output: Tensor, heads: int) -> Tensor:
     return torch.empty_like(qkv)
 
 
-def _remember(context: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    qkv, context.heads = inputs
-    context.save_for_backward(qkv)
+def _remember(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    qkv, ctx.heads = inputs
+    ctx.save_for_backward(qkv)
 
 
-def _differentiate(context: Any, d_output: Tensor) -> tuple[Tensor, None]:
-    (qkv,) = context.saved_tensors
-    return _short_attention_backward(qkv, d_output, context.heads), None
+def _differentiate(ctx: Any, d_output: Tensor) -> tuple[Tensor, None]:
+    (qkv,) = ctx.saved_tensors
+    return _short_attention_backward(qkv, d_output, ctx.heads), None
 
 
 _short_attention.register_autograd(_differentiate, setup_context=_remember)
