@@ -1,12 +1,13 @@
 """The predictor: a narrow transformer from context and masked tokens to the features of the targets."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
 from stop_mim.models.initialisation import initialise_transformer
+from stop_mim.models.shared_attention import SharedContext, SharedContextAttention
 from stop_mim.positions import PROJECTION_INIT_STD, Positions
 
 
@@ -43,6 +44,9 @@ class Predictor(nn.Module):
         if positions.dim != width:
             raise InputError(f"The positions have {positions.dim} features and the predictor {width}: make them equal.")
         self.blocks = nn.Sequential(*(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth)))
+        if shared_context:
+            for block in self.blocks:
+                block.attn = SharedContextAttention(width, heads, qkv_bias=True)
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, projection.in_features)
         initialise_transformer(self, self.blocks)
@@ -83,18 +87,8 @@ class Predictor(nn.Module):
             repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
             tokens = self.blocks(torch.cat([repeated, masked_tokens.flatten(0, 1)], dim=1))
             return tokens[:, -n_target:].unflatten(0, (-1, n_blocks))
-        n_context = context_tokens.shape[1]
-        seen = shared_context_mask(n_context, n_blocks, n_target, context_tokens.device)
+        layout = SharedContext(context_tokens.shape[1], n_blocks, n_target)
         tokens = torch.cat([context_tokens, masked_tokens.flatten(1, 2)], dim=1)
         for block in self.blocks:
-            tokens = block(tokens, attn_mask=seen)
-        return tokens[:, n_context:].unflatten(1, (n_blocks, n_target))
-
-
-def shared_context_mask(
-    n_context: int, n_blocks: int, n_target: int, device: torch.device
-) -> Bool[Tensor, "n_tokens n_tokens"]:
-    """Which tokens (columns) a token (row) attends to: all to the context, masked ones also to those of their block."""
-    blocks = torch.arange(n_blocks, device=device).repeat_interleave(n_target)
-    block_of = torch.cat([torch.full((n_context,), -1, device=device), blocks])
-    return (block_of[None, :] == -1) | (block_of[:, None] == block_of[None, :])
+            tokens = block(tokens, attn_mask=layout)
+        return tokens[:, layout.n_context :].unflatten(1, (n_blocks, n_target))

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stop_mim.errors import InputError
@@ -60,8 +61,17 @@ def prepare_objective(objective: Objective, speed: SpeedConfig, device: torch.de
         use_short_attention(objective.layers())
         if isinstance(objective, IJEPA) and has_frozen_forward(objective.target):
             objective.frozen_precision = "fp8" if speed.fp8_target else "bf16"
+    if speed.half_residual:
+        if not is_half(speed.precision, device):
+            raise InputError("speed.half_residual is True without speed.precision bf16: set that, or leave it out.")
+        for layer in objective.layers():
+            layer.forward = partial(_call_with_half, layer.forward)
     if speed.recompute:
         recompute_layers(objective)
+
+
+def _call_with_half(layer: Callable[..., Tensor], tokens: Tensor, **options: Any) -> Tensor:
+    return layer(tokens.bfloat16(), **options)
 
 
 def _require_fp8(objective: Objective, speed: SpeedConfig, device: torch.device) -> None:

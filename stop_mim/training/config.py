@@ -214,6 +214,8 @@ class SpeedConfig:
     """Capture the whole step as one CUDA graph; not given: with compile, on one GPU."""
     fp8_target: bool = False
     """Let the target encoder multiply in eight bits (ijepa; GPUs from Hopper or Ada on): faster, a little coarser."""
+    half_residual: bool = False
+    """Keep tokens in bf16 between the layers too, not within them alone (bf16 only): less memory and time, a little coarser."""
     recompute: bool = False
     """Keep no activations within the layers and compute them again for the gradient: less memory, about a third slower."""
 
