@@ -3,6 +3,7 @@
 It stops, and saves, when that input ends while it works: its parent is gone then.
 """
 
+import gc
 import os
 import queue
 import shutil
@@ -124,6 +125,9 @@ def main() -> None:
     inbox, console = Inbox(sys.stdin), Console(file=sys.stdout, width=120)
     while (job := inbox.next_job()) is not None:
         went_well = attempt(job, console)
+        # Or what was compiled for one run would count against the next one's limit, and its graph keep memory.
+        torch.compiler.reset()
+        gc.collect()
         if went_well is None:
             sys.exit(EXIT_INTERRUPTED)
         if not went_well:

@@ -19,7 +19,7 @@ from stop_mim.training.config import SpeedConfig
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import Batches, Outcome, TrainingStep
 
-STEPS_WORTH_COMPILING = 500
+STEPS_WORTH_COMPILING, STEPS_WORTH_CAPTURING = 500, 20
 STEPS_BEFORE_CAPTURE = 3
 FIRST_WITH_FP8 = (8, 9)
 
@@ -45,8 +45,9 @@ def accelerate(step: TrainingStep, speed: SpeedConfig, steps: int, say: Say, war
     on_gpu = device.type == "cuda"
     prepare_objective(objective, speed, device)
     compiles = speed.compile if speed.compile is not None else on_gpu and steps >= STEPS_WORTH_COMPILING
-    captures = speed.graph if speed.graph is not None else compiles and on_gpu and step.ranks.world_size == 1
-    if captures and (not on_gpu or step.ranks.world_size > 1):
+    alone_on_gpu = on_gpu and step.ranks.world_size == 1
+    captures = speed.graph if speed.graph is not None else alone_on_gpu and steps >= STEPS_WORTH_CAPTURING
+    if captures and not alone_on_gpu:
         raise InputError("speed.graph is True: CUDA graphs need a GPU and a single process; leave it out.")
     inner: Step = CompiledStep(step, say, warn) if compiles else step
     return CapturedStep(step, inner, warn) if captures else inner

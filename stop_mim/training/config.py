@@ -211,7 +211,7 @@ class SpeedConfig:
     compile: bool | None = None
     """Compile the objective with torch.compile; not given: on a GPU, for runs of at least 500 steps."""
     graph: bool | None = None
-    """Capture the whole step as one CUDA graph; not given: with compile, on one GPU."""
+    """Capture the whole step as one CUDA graph; not given: on one GPU, for runs of at least 20 steps."""
     fp8_target: bool = False
     """Let the target encoder multiply in eight bits (ijepa; GPUs from Hopper or Ada on): faster, a little coarser."""
     half_residual: bool = False

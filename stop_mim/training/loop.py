@@ -238,7 +238,7 @@ class Run:
         )
 
     def _train_until(self, end: int, interruption: Interruption) -> None:
-        step = self._accelerated_step(end - self.step)
+        step = self._accelerated_step()
         inputs = prefetched(self._inputs(), self.ranks.device)
         self._pending.restart_clock()
         while self.step < end:
@@ -261,11 +261,12 @@ class Run:
                 interruption.signal_name = interruption.signal_name or "another process"
                 return
 
-    def _accelerated_step(self, steps: int) -> Callable[[Batches, ScheduledValues, int], Outcome]:
+    def _accelerated_step(self) -> Callable[[Batches, ScheduledValues, int], Outcome]:
         model = share(self.objective, self.ranks)
         clip = self.config.optim.clip_gradient_norm
         step = TrainingStep(model, self.objective, self.optimiser, self.ranks, self.autocast, clip)
-        return accelerate(step, self.config.speed, steps, self._say, self._warn)
+        # By the length of the whole run, so that a part that is resumed is computed as it would have been.
+        return accelerate(step, self.config.speed, self.total_steps, self._say, self._warn)
 
     def _is_read_here(self) -> bool:
         """Where outcomes are read, all processes at the same step: on the CPU they are at hand at every one."""
