@@ -204,7 +204,7 @@ _shared_attention.register_autograd(_differentiate, setup_context=_remember)
 
 
 def attend_shared(
-    qkv: Float[Tensor, "batch n 3_dim"], heads: int, layout: SharedContext
+    qkv: Float[Tensor, "batch n three_dims"], heads: int, layout: SharedContext
 ) -> Float[Tensor, "batch n dim"]:
     """Attention from queries, keys and values side by side, by the kernel where it applies."""
     batch, n, width = qkv.shape

@@ -130,7 +130,7 @@ def _differentiate(ctx: Any, d_output: Tensor) -> tuple[Tensor, None]:
 _short_attention.register_autograd(_differentiate, setup_context=_remember)
 
 
-def attend(qkv: Float[Tensor, "batch n 3_dim"], heads: int) -> Float[Tensor, "batch n dim"]:
+def attend(qkv: Float[Tensor, "batch n three_dims"], heads: int) -> Float[Tensor, "batch n dim"]:
     """Self-attention from queries, keys and values side by side, by the kernel where it applies."""
     batch, n, width = qkv.shape
     head_width = width // (3 * heads)
