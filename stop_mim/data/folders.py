@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from stop_mim.data.image_source import class_labels, digest
-from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS
+from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage
 from stop_mim.data.listed import ListedSource
 from stop_mim.errors import InputError
 
@@ -24,6 +24,21 @@ class FolderSource(ListedSource):
             raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
         classes, class_names = _classes(paths, folder, class_names)
         super().__init__(folder, paths, name, class_labels(classes), class_names, max_pixels)
+        self._root = str(folder)
+
+    # Both as in a list, but without paths as objects, which cost as much as reading a small file.
+    def describe(self, index: int) -> str:
+        """The path of the file."""
+        return os.path.join(self._root, self._relative_path(index))
+
+    def encoded(self, index: int) -> bytes:
+        """The bytes of the file; raises BadImage."""
+        path = self.describe(index)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                return file.read()
+        except OSError as error:
+            raise BadImage(path, error.strerror or str(error)) from error
 
     def fingerprint(self) -> str:
         """Depends on the paths within the folder, which tell the labels, and the sizes and times of the files."""

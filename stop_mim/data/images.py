@@ -1,12 +1,11 @@
-"""Encoded images to RGB tensors, through Pillow: every failure is a BadImage with a reason, never a warning.
+"""Encoded images to RGB tensors: every failure is a BadImage with a reason, never a warning.
 
+Usual JPEGs go the quick way of jpegs.py; all else, and all that fails there, through Pillow.
 Transparent pixels are laid on white, 16-bit samples keep their high byte, EXIF orientation is applied, and of an
 animation the first frame is read.
 """
 
 import io
-import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,8 +13,10 @@ import numpy as np
 import PIL.Image
 import torch
 from jaxtyping import UInt8
-from PIL import ExifTags
 from torch import Tensor
+
+from stop_mim.data.jpegs import decode_usual_jpeg, exif_orientation, jpeg_header
+from stop_mim.data.quiet import quieten_pillow
 
 MAX_PIXELS = 2**26
 """The most pixels an image may have: 67,108,864, which is 8192 by 8192."""
@@ -25,19 +26,17 @@ IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif",
 # Named, because Pillow would otherwise also try formats that run other programs (EPS).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 
-_PILLOW_FILTER = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
-
 _AS_STORED: tuple[bool, tuple[int, ...]] = (False, ())
 
 # EXIF orientation: whether height and width change places, and then which dimensions are flipped.
 _ORIENTATIONS: dict[int, tuple[bool, tuple[int, ...]]] = {
-    2: (False, (2,)),
-    3: (False, (1, 2)),
-    4: (False, (1,)),
+    2: (False, (1,)),
+    3: (False, (0, 1)),
+    4: (False, (0,)),
     5: (True, ()),
-    6: (True, (2,)),
-    7: (True, (1, 2)),
-    8: (True, (1,)),
+    6: (True, (1,)),
+    7: (True, (0, 1)),
+    8: (True, (0,)),
 }
 
 
@@ -56,11 +55,34 @@ class BadImage(Exception):
 
 def decode_image(encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 height width"]:
     """The upright RGB image; the number of pixels is checked from the header, before anything is decoded."""
+    return decode_interleaved(encoded, name, max_pixels).permute(2, 0, 1).contiguous()
+
+
+def decode_interleaved(encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "height width 3"]:
+    """The same with the channels of a pixel side by side, as decoders write them."""
+    header = jpeg_header(encoded)
+    if header is not None and header.height * header.width <= max_pixels:
+        pixels = decode_usual_jpeg(encoded)
+        if pixels is not None:
+            return pixels
+    return decode_with_pillow(encoded, name, max_pixels)
+
+
+def decode_with_pillow(encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "height width 3"]:
+    """The same, of any format and at any rate through Pillow."""
     with _failures_as_bad_image(name, max_pixels):
         image = _open(io.BytesIO(encoded))
         if image.height * image.width > max_pixels:
             raise ValueError(_too_large(f"{image.width}x{image.height}", max_pixels))
-        return _upright(rgb_pixels(image), _orientation(image))
+        return _upright(_interleaved(image), _orientation(image))
+
+
+def decode_shrunk_jpeg(encoded: bytes, name: str, shrink: int) -> UInt8[Tensor, "height width 3"]:
+    """A usual JPEG at 1/2, 1/4 or 1/8 of its size, which libjpeg makes from the lowest frequencies of each block."""
+    with _failures_as_bad_image(name, MAX_PIXELS):
+        image = _open(io.BytesIO(encoded))
+        image.draft("RGB", (image.width // shrink, image.height // shrink))
+        return _interleaved(image)
 
 
 def image_size(encoded: bytes | io.BufferedReader, name: str) -> tuple[int, int]:
@@ -73,24 +95,21 @@ def image_size(encoded: bytes | io.BufferedReader, name: str) -> tuple[int, int]
 
 def rgb_pixels(image: PIL.Image.Image) -> UInt8[Tensor, "3 height width"]:
     """The pixels of a Pillow image of any mode but floating point, as RGB; alpha is laid on white."""
+    return _interleaved(image).permute(2, 0, 1).contiguous()
+
+
+def _interleaved(image: PIL.Image.Image) -> UInt8[Tensor, "height width 3"]:
     if image.mode == "F":
         raise ValueError("floating-point pixels have no known range")
     if image.mode.startswith("I"):
         grey = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
-        return torch.from_numpy(grey.astype(np.uint8)).expand(3, -1, -1).contiguous()
+        return torch.from_numpy(grey.astype(np.uint8))[..., None].expand(-1, -1, 3)
     if _is_transparent(image):
         image = image.convert("RGBA")
         image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
     if image.mode != "RGB":
         image = image.convert("RGB")
-    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
-
-
-def quieten_pillow() -> None:
-    """Ignores the warnings of Pillow from now on: what they tell becomes a BadImage or does not matter."""
-    # A lasting filter, since catch_warnings leaves the filters in disorder when several threads decode.
-    if _PILLOW_FILTER not in warnings.filters:
-        warnings.filterwarnings("ignore", module=_PILLOW_FILTER[3].pattern)
+    return torch.from_numpy(np.array(image))
 
 
 @contextmanager
@@ -124,15 +143,7 @@ def _open(stream: io.BytesIO | io.BufferedReader) -> PIL.Image.Image:
 
 def _orientation(image: PIL.Image.Image) -> int:
     # Pillow turns TIFFs itself; and it would decode a whole PNG to look for EXIF behind the pixels.
-    encoded_exif = image.info.get("exif")
-    if image.format == "TIFF" or not encoded_exif:
-        return 1
-    exif = PIL.Image.Exif()
-    try:
-        exif.load(encoded_exif)
-        return int(exif.get(ExifTags.Base.Orientation, 1))
-    except Exception:
-        return 1  # A broken note on the image does not make a bad image.
+    return 1 if image.format == "TIFF" else exif_orientation(image.info.get("exif"))
 
 
 def _is_transparent(image: PIL.Image.Image) -> bool:
@@ -142,5 +153,5 @@ def _is_transparent(image: PIL.Image.Image) -> bool:
 def _upright(pixels: Tensor, orientation: int) -> Tensor:
     exchanged, flipped = _ORIENTATIONS.get(orientation, _AS_STORED)
     if exchanged:
-        pixels = pixels.transpose(1, 2)
-    return (pixels.flip(flipped) if flipped else pixels).contiguous()
+        pixels = pixels.transpose(0, 1)
+    return pixels.flip(flipped) if flipped else pixels

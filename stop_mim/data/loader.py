@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
@@ -10,18 +10,21 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms.v2.functional import resize, resized_crop
+from torch.utils.data import DataLoader
+from torchvision.transforms.v2.functional import resize
 
-from stop_mim.data.augment import Augment, sample_crop_boxes
+from stop_mim.data.augment import Augment
 from stop_mim.data.bad_images import BadImages
+from stop_mim.data.crops import CroppedImages, CropRequests, first_good
+from stop_mim.data.gpu_decode import Decoder, GpuCrops, are_jpegs, gpu_decoder
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.images import BadImage
 from stop_mim.data.order import BatchOrder
 from stop_mim.errors import InputError
-from stop_mim.seeds import derive_seed, seeded_generator
+from stop_mim.seeds import seeded_generator
 
 LoaderMode = Literal["auto", "resident", "streaming"]
+Decode = Literal["auto", "cpu", "gpu"]
 Progress = Callable[[int, int], None]
 
 # Images of different sizes are stored this much larger than they are used, as 256 is to 224.
@@ -93,65 +96,59 @@ class StreamingLoader:
 
     def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
         """Endless batches, beginning with the one of number `first`."""
-        dataset = _Crops(self.source, self.augment)
+        for batch, pixels in enumerate(self.crops(order, first), start=first):
+            generator = seeded_generator(self.device, self.seed, "augment", batch, self.rank)
+            yield self.augment.without_crop(pixels, generator)
+
+    def crops(self, order: BatchOrder, first: int) -> Iterator[UInt8[Tensor, "batch 3 height width"]]:
+        """The same batches on the device as bytes, cropped and nothing else."""
         reader = DataLoader(
-            dataset,
-            batch_sampler=_CropRequests(order, first, self.seed),
-            collate_fn=_collate,
+            CroppedImages(self.source, self.augment, self.seed),
+            sampler=CropRequests(order, first),
+            batch_size=None,
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             prefetch_factor=4 if self.workers else None,
             worker_init_fn=ignore_signals,
         )
-        for batch, (pixels, bad) in enumerate(reader, start=first):
+        for pixels, bad in reader:
             for description in bad:
                 self.bad_images.add(description)
-            generator = seeded_generator(self.device, self.seed, "augment", batch, self.rank)
-            yield self.augment.without_crop(pixels.to(self.device, non_blocking=True), generator)
+            yield pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
 
 
-class _CropRequests:
-    """For each batch the images, each with the seed of its crop: what a worker does depends on nothing else."""
+class GpuStreamingLoader(StreamingLoader):
+    """JPEGs read by threads as they are needed, and decoded, cropped and augmented on the device."""
 
-    def __init__(self, order: BatchOrder, first: int, seed: int) -> None:
-        self.order, self.first, self.seed = order, first, seed
+    def __init__(
+        self,
+        source: ImageSource,
+        augment: Augment,
+        device: torch.device,
+        bad_images: BadImages,
+        seed: int,
+        decoder: Decoder,
+        rank: int = 0,
+        workers: int = 2,
+    ) -> None:
+        super().__init__(source, augment, device, bad_images, seed, rank, workers)
+        self.decoder = decoder
+        self.description = (
+            f"streaming: {self.n_images:,} images, decoded on {device}, read by {max(1, workers)} threads"
+        )
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        batch = self.first
-        while True:
-            epoch = self.order.epoch_of(batch)
-            indices = self.order.indices(batch).tolist()
-            yield [(index, derive_seed(self.seed, "crop", epoch, index)) for index in indices]
-            batch += 1
-
-
-class _Crops(Dataset[tuple[Tensor, list[str]]]):
-    def __init__(self, source: ImageSource, augment: Augment) -> None:
-        self.source, self.augment = source, augment
-
-    def __getitem__(self, request: tuple[int, int]) -> tuple[Tensor, list[str]]:
-        index, crop_seed = request
-        pixels, bad = read_or_next(self.source, index)
-        config = self.augment.config
-        generator = torch.Generator().manual_seed(crop_seed)
-        size = torch.tensor([pixels.shape[-2:]])
-        box = sample_crop_boxes(size, config.crop_scale, config.crop_ratio, generator)[0].tolist()
-        return resized_crop(pixels, *box, list(self.augment.size), antialias=True), bad
+    def crops(self, order: BatchOrder, first: int) -> Iterator[UInt8[Tensor, "batch 3 height width"]]:
+        """The batches on the device as bytes, cropped and nothing else."""
+        maker = GpuCrops(self.source, self.augment, self.device, self.seed, self.decoder, self.workers)
+        for pixels, bad in maker.batches(iter(CropRequests(order, first))):
+            for description in bad:
+                self.bad_images.add(description)
+            yield pixels
 
 
 def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 height width"], list[str]]:
     """The image, or the first good one after it with the descriptions of the bad ones in between."""
-    bad: list[str] = []
-    for offset in range(len(source)):
-        try:
-            return source.read((index + offset) % len(source)), bad
-        except BadImage as error:
-            bad.append(str(error))
-    raise InputError(f"None of the {len(source)} images of '{source.name}' can be read: check the data.")
-
-
-def _collate(samples: Sequence[tuple[Tensor, list[str]]]) -> tuple[Tensor, list[str]]:
-    return torch.stack([pixels for pixels, _ in samples]), [line for _, bad in samples for line in bad]
+    return first_good(source, index, source.read)
 
 
 def ignore_signals(worker: int) -> None:
@@ -248,11 +245,46 @@ def open_loader(
     workers: int = 2,
     processes_on_host: int = 1,
     progress: Progress | None = None,
+    decode: Decode = "auto",
 ) -> Loader:
-    """The loader that suits the data and the device, or the one that is asked for."""
+    """The loader that suits the data and the device, or the one that is asked for.
+
+    `decode` says where streamed JPEGs are decoded: both see the same crops, whose pixels differ by a decoder's rounding.
+    """
     if mode == "auto":
         mode = choose_mode(source, device, processes_on_host)
     if mode == "streaming":
-        return StreamingLoader(source, augment, device, bad_images, seed, rank, workers)
+        return _open_streaming(source, augment, device, bad_images, seed, rank, workers, decode)
     stored = store_images(source, augment.size, bad_images, progress, device)
     return ResidentLoader(stored, augment, device, seed, rank)
+
+
+def _open_streaming(
+    source: ImageSource,
+    augment: Augment,
+    device: torch.device,
+    bad_images: BadImages,
+    seed: int,
+    rank: int,
+    workers: int,
+    decode: Decode,
+) -> StreamingLoader:
+    decoder, obstacle = (None, "") if decode == "cpu" else find_gpu_decoder(source, device)
+    if decode == "gpu" and decoder is None:
+        raise InputError(f"decode is 'gpu', but {obstacle}: choose 'auto' or 'cpu'.")
+    if decoder is not None:
+        return GpuStreamingLoader(source, augment, device, bad_images, seed, decoder, rank, workers)
+    loader = StreamingLoader(source, augment, device, bad_images, seed, rank, workers)
+    if obstacle and device.type == "cuda":
+        loader.description += f" (not on the GPU: {obstacle})"
+    return loader
+
+
+def find_gpu_decoder(source: ImageSource, device: torch.device) -> tuple[Decoder | None, str]:
+    """The decoder of this device for this source; or None and what stands in its way."""
+    if device.type != "cuda":
+        return None, f"the device is {device}"
+    if not are_jpegs(source):
+        return None, f"the images of '{source.name}' are not stored as JPEGs"
+    decoder = gpu_decoder(device)
+    return decoder, "" if decoder else "torchvision has no decoder that works there"
