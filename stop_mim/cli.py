@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
@@ -52,18 +52,10 @@ def pretrain(arguments: list[str]) -> None:
     """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]."""
     from stop_mim.training.config import TrainConfig
     from stop_mim.training.loop import train
-    from stop_mim.training.recipes import RECIPES, find_recipe, summary
+    from stop_mim.training.recipes import find_recipe
 
-    if arguments and arguments[0] in HELP:
-        _print_table(
-            "stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]",
-            "recipe",
-            {name: summary(name) for name in RECIPES},
-        )
-        _print("stop-mim pretrain RECIPE --help shows every field with its value in that recipe.")
+    if not _names_recipe("pretrain", "--data NAME [--init FILE]", arguments):
         return
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"pretrain needs the name of a recipe first: choose one of {', '.join(RECIPES)}.")
 
     @dataclass(frozen=True)
     class PretrainOptions(TrainConfig):
@@ -214,6 +206,49 @@ def report(arguments: list[str]) -> None:
     write_report([Path(name) for name in names], options.out, options.images or None, Console())
 
 
+def bench(arguments: list[str]) -> None:
+    """Measure a recipe's training step and its parts on this machine: stop-mim bench RECIPE [--bench.compare]."""
+    from stop_mim.benchmark.config import BenchConfig
+    from stop_mim.training.config import TrainConfig
+    from stop_mim.training.recipes import find_recipe
+
+    if not _names_recipe("bench", "[--bench.compare] [--bench.scaling]", arguments):
+        return
+
+    @dataclass(frozen=True)
+    class BenchOptions(TrainConfig):
+        """A pretraining run whose step is measured; nothing is trained, and no run is written."""
+
+        bench: BenchConfig = field(default_factory=BenchConfig)
+
+    name, names = arguments[0], [one.name for one in fields(TrainConfig)]
+    defaults = find_recipe(name)
+    chosen = parse(
+        BenchOptions(**{one: getattr(defaults, one) for one in names}), arguments[1:], f"stop-mim bench {name}"
+    )
+    images = chosen.bench.images
+    if images == "auto":
+        images = "data" if chosen.data != defaults.data else "synthetic"
+    from stop_mim.benchmark.bench import run_bench
+
+    config = TrainConfig(**{one: getattr(chosen, one) for one in names})
+    run_bench(config, replace(chosen.bench, images=images), name)
+
+
+def _names_recipe(command: str, options: str, arguments: list[str]) -> bool:
+    """Whether a recipe comes first, or else only help was asked for, which is given here."""
+    from stop_mim.training.recipes import RECIPES, summary
+
+    if arguments and arguments[0] in HELP:
+        title = f"stop-mim {command} RECIPE {options} [--GROUP.FIELD VALUE …]"
+        _print_table(title, "recipe", {name: summary(name) for name in RECIPES})
+        _print(f"stop-mim {command} RECIPE --help shows every field with its value in that recipe.")
+        return False
+    if not arguments or arguments[0].startswith("-"):
+        raise InputError(f"{command} needs the name of a recipe first: choose one of {', '.join(RECIPES)}.")
+    return True
+
+
 def _leading_words(arguments: list[str]) -> list[str]:
     return list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
 
@@ -227,6 +262,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "figure": figure,
     "report": report,
     "export": export,
+    "bench": bench,
 }
 
 

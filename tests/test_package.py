@@ -19,6 +19,7 @@ LAYERS = [
     "training",
     "exchange",
     "evaluation",
+    "benchmark",
     "sweeps",
     "analysis",
     "demo",

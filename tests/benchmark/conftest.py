@@ -1,0 +1,49 @@
+"""Runs so small that a measurement takes no time."""
+
+from dataclasses import replace
+
+import pytest
+
+from stop_mim.benchmark import ceiling
+from stop_mim.benchmark.config import BenchConfig
+from stop_mim.training.config import (
+    EncoderConfig,
+    MaskConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    PredictorConfig,
+    SpeedConfig,
+    TrainConfig,
+)
+
+MASKS = {"ijepa": "multiblock", "mae": "random", "data2vec": "blockwise"}
+
+
+@pytest.fixture(autouse=True)
+def _small_ceiling(monkeypatch):
+    monkeypatch.setattr(ceiling, "SIDE_ON_CPU", 64)
+
+
+@pytest.fixture
+def tiny():
+    """A configuration by its objective, with two batches a step."""
+
+    def make(kind="ijepa", **groups):
+        config = TrainConfig(
+            data="scenes:count=24,size=32",
+            objective=ObjectiveConfig(kind=kind),
+            encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2),
+            predictor=PredictorConfig(width=16, depth=1, heads=2),
+            masks=MaskConfig(kind=MASKS[kind]),
+            optim=OptimConfig(epochs=2, batch_size=8, warmup_epochs=1.0),
+            speed=SpeedConfig(device="cpu", batch_size_per_device=4, workers=0),
+        )
+        return replace(config, **groups)
+
+    return make
+
+
+@pytest.fixture
+def short():
+    """As few measurements as there can be."""
+    return BenchConfig(images="synthetic", repeats=2, steps=2, warmup=1)

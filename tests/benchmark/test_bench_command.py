@@ -1,0 +1,78 @@
+"""`stop-mim bench` as a person types it."""
+
+import json
+
+import pytest
+
+from stop_mim.cli import main
+
+TINY = [
+    *("--encoder.image-size", "32", "32", "--encoder.width", "24", "--encoder.depth", "1", "--encoder.heads", "2"),
+    *("--predictor.width", "16", "--predictor.depth", "1", "--optim.batch-size", "4", "--speed.device", "cpu"),
+    *("--bench.repeats", "2", "--bench.steps", "1", "--bench.warmup", "1"),
+]
+
+
+def test_the_demo_is_measured_with_other_sizes_and_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["bench", "demo", *TINY, "--bench.json", "bench.json"])
+    shown = capsys.readouterr()
+    assert "demo on" in shown.out
+    assert "synthetic" in shown.out
+    assert "measuring" in shown.err
+    assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert (written["recipe"], written["config"]["encoder"]["width"]) == ("demo", 24)
+
+
+def test_data_that_are_given_are_loaded(capsys):
+    main(["bench", "demo", *TINY, "--data", "scenes:count=12,size=32"])
+    shown = capsys.readouterr().out
+    assert "data (loader)" in shown
+    assert "scenes:count=12,size=32" in shown
+
+
+def test_help_lists_recipes_and_fields(capsys):
+    main(["bench", "--help"])
+    assert "stop-vitb16" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "demo", "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--bench.scaling" in shown
+    assert "--positions.sigma" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "bench needs the name of a recipe first"),
+        (["nothing"], "There is no recipe 'nothing'"),
+        (["demo", "--bench.repeats", "0"], "bench.repeats is 0"),
+        (["demo", "--bench.warmup", "-1"], "bench.warmup is -1"),
+        (["demo", "--bench.step", "1"], "did you mean --bench.steps?"),
+        (["demo", "--bench.json", "no/such/folder/bench.json"], "in a folder that does not exist"),
+        (["demo", "--bench.json", "."], "is a folder"),
+        (["demo", "--speed.device", "tpu"], "speed.device is 'tpu'"),
+        (["demo", "--masks.target-scale", "0.9", "1.0"], "The masks do not fit a grid"),
+        (["stop-tiny-imagenet", "--bench.images", "data"], "data is not given"),
+        (["demo", "--data", "no/such/data"], "no/such/data"),
+        (["demo", "--objective.kind", "mae", "--bench.compare"], "bench.compare is on"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert captured.out == ""
+    assert words in captured.err.strip().splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_processes_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        main(["bench", "demo", *TINY])
+    assert "without torchrun" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Other implementations: where they come from, which of them run, and what cannot be compared."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stop_mim.benchmark.bench import run_bench
+from stop_mim.benchmark.comparison import FOLDER, Contender, load_contenders
+from stop_mim.errors import InputError
+from stop_mim.masking import Masks
+
+
+@pytest.fixture
+def _clone():
+    if not (FOLDER / "compare.py").is_file():
+        pytest.skip("needs the benchmarks folder of a clone")
+
+
+@pytest.mark.usefixtures("_clone")
+def test_the_clone_offers_the_plain_model_and_two_libraries():
+    path = list(sys.path)
+    assert list(load_contenders()) == ["plain PyTorch", "lightly", "stable-pretraining"]
+    assert sys.path == path
+
+
+@pytest.mark.usefixtures("_clone")
+def test_what_is_not_installed_is_named_and_the_plain_model_is_measured(tiny, short, monkeypatch, capsys):
+    for package in ("lightly", "stable_pretraining"):
+        monkeypatch.setitem(sys.modules, package, None)
+    report = run_bench(tiny(), replace(short, compare=True), "tiny")
+    rows = [(one.name, one.masks) for one in report.comparison]
+    assert rows == [("stop-mim", "on device"), ("plain PyTorch", "beforehand"), ("plain PyTorch", "collator")]
+    counts = {(one.context, one.targets) for one in report.comparison}
+    assert counts == {(report.tokens["context"], report.tokens["blocks"] * report.tokens["target"])}
+    shown = capsys.readouterr().out
+    assert "lightly is left out" in shown
+    assert "stable-pretraining is left out" in shown
+    assert "1.00x" in shown
+
+
+def test_an_implementation_gets_the_batches_of_a_step_and_tells_its_tokens(tiny, short, monkeypatch):
+    given = []
+
+    def make(setting):
+        def step(batches):
+            given.append([(tuple(images.shape), masks.context.shape[1]) for images, masks in batches])
+            return len(given), 3
+
+        return Contender(step, None, note="It is different.")
+
+    monkeypatch.setattr("stop_mim.benchmark.bench.load_contenders", lambda: {"another": make})
+    report = run_bench(tiny(), replace(short, compare=True), "tiny")
+    one = report.comparison[1]
+    assert (one.name, one.masks) == ("another", "in its step")
+    # One step to warm up, and two runs of two steps: tokens are the mean of one to five.
+    assert (one.context, one.targets) == (3, 3)
+    assert given == [[((4, 3, 32, 32), report.tokens["context"])] * 2] * 5
+    assert "It is different." in report.notes
+
+
+@pytest.mark.parametrize(("last", "warns"), [(1.05, False), (1.3, True)])
+def test_a_machine_that_changes_its_speed_meanwhile_is_told(tiny, short, monkeypatch, last, warns):
+    ceilings = iter([1.0, 1.0, 1.0, last])
+    monkeypatch.setattr("stop_mim.benchmark.bench.matrix_ceiling", lambda device, dtype: next(ceilings))
+    contenders = {"another": lambda setting: Contender(lambda batches: (1, 1), None)}
+    monkeypatch.setattr("stop_mim.benchmark.bench.load_contenders", lambda: contenders)
+    report = run_bench(tiny(), replace(short, compare=True), "tiny")
+    assert report.ceilings == (1.0, 1.0, 1.0, last)
+    assert report.ceiling == 1.0
+    assert any("was not steady" in note for note in report.notes) == warns
+
+
+def test_masks_of_a_collator_are_drawn_for_each_batch(tiny, short, monkeypatch):
+    drawn, used = [], []
+
+    def collate():
+        drawn.append(Masks(torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 1, 2, dtype=torch.long)))
+        return drawn[-1]
+
+    def step(batches):
+        used.extend(masks.context.shape[1] for _, masks in batches)
+        return 1, 1
+
+    contenders = {"another": lambda setting: Contender(step, collate)}
+    monkeypatch.setattr("stop_mim.benchmark.bench.load_contenders", lambda: contenders)
+    report = run_bench(tiny(), replace(short, compare=True), "tiny")
+    assert [one.masks for one in report.comparison[1:]] == ["beforehand", "collator"]
+    assert len(drawn) == 5 * 2
+    assert used == [report.tokens["context"]] * 10 + [2] * 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "images", "words"),
+    [("mae", "synthetic", "objective.kind is mae"), ("ijepa", "data", "bench.images is data")],
+)
+def test_what_cannot_be_compared_is_refused(tiny, short, kind, images, words):
+    with pytest.raises(InputError, match=words):
+        run_bench(tiny(kind), replace(short, compare=True, images=images))
+
+
+def test_a_package_without_its_clone_says_so(tmp_path):
+    with pytest.raises(InputError, match="clone of the repository"):
+        load_contenders(tmp_path)

@@ -1,0 +1,71 @@
+"""Medians, quartiles, rates and the union of intervals; on a GPU that events and the profiler see its work."""
+
+import pytest
+import torch
+
+from stop_mim.benchmark.ceiling import matrix_ceiling
+from stop_mim.benchmark.timing import Spread, busy_seconds, call_seconds, covered, run_seconds, waited_seconds
+
+CPU = torch.device("cpu")
+
+
+def test_the_spread_of_values():
+    assert Spread.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+    assert Spread(4.0, 2.0, 8.0).scaled(3) == Spread(12.0, 6.0, 24.0)
+
+
+def test_a_rate_is_high_where_time_is_short():
+    assert Spread(4.0, 2.0, 8.0).over(16) == Spread(4.0, 2.0, 8.0)
+    assert Spread(0.5, 0.25, 1.0).over(10) == Spread(20.0, 10.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "length"),
+    [
+        ([], 0.0),
+        ([(1.0, 3.0), (5.0, 6.0)], 3.0),
+        ([(5.0, 6.0), (1.0, 5.5)], 5.0),
+        ([(0.0, 10.0), (2.0, 3.0), (4.0, 11.0)], 11.0),
+    ],
+)
+def test_what_runs_at_the_same_time_counts_once(intervals, length):
+    assert covered(intervals) == length
+
+
+def test_every_call_is_made_and_only_the_later_ones_are_timed():
+    calls = []
+    for measure in (call_seconds, waited_seconds):
+        calls.clear()
+        seconds = measure(lambda: calls.append(1), CPU, 5, 3)
+        assert len(calls) == 8
+        assert len(seconds) == 5
+        assert all(one > 0 for one in seconds)
+
+
+def test_a_run_is_divided_by_its_steps(monkeypatch):
+    ticks = iter([0.0, 10.0, 20.0, 40.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+    calls = []
+    assert run_seconds(lambda: calls.append(1), CPU, steps=5, repeats=2) == [2.0, 4.0]
+    assert len(calls) == 10
+
+
+def test_the_ceiling_is_a_positive_rate():
+    assert matrix_ceiling(CPU, torch.float32, side=64) > 0
+
+
+def test_there_are_no_kernels_on_the_cpu():
+    assert busy_seconds(lambda: None, CPU, 1) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_events_and_profiler_see_the_work_of_a_gpu():
+    device = torch.device("cuda", 0)
+    matrix = torch.randn(4096, 4096, device=device)
+
+    def work():
+        return matrix @ matrix
+
+    assert min(call_seconds(work, device, 5, 3)) > 0
+    assert busy_seconds(work, device, 5) > 0
