@@ -77,7 +77,8 @@ def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.o
                 raise InputError(f"The checkpoint of step {checkpoint.step} does not fit this run ({name}).")
             # AdamW keeps its step counters, the only scalars, on the CPU unless it is fused.
             stays_on_cpu = not tensor.dim() and not optimiser.defaults.get("fused")
-            optimiser.state[parameter][key] = tensor.clone() if stays_on_cpu else tensor.to(parameter.device)
+            device = tensor.device if stays_on_cpu else parameter.device
+            optimiser.state[parameter][key] = tensor.to(device, copy=True)
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -12,6 +12,7 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, tiny_ob
 import stop_mim
 from stop_mim.errors import InputError
 from stop_mim.masking import MultiBlockMasks
+from stop_mim.seeds import derive_seed
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig, to_json
 from stop_mim.training.distributed import any_rank, broadcast, choose_device, process_group, reduce_mean, share
 from stop_mim.training.run_folder import read_metrics
@@ -38,7 +39,7 @@ from stop_mim.training import distributed, loop
 from stop_mim.training.config import from_json
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-seen = {"images": [], "masks": [], "noise": [], "losses": [], "written": []}
+seen = {"images": [], "masks": [], "noise": [], "states": [], "losses": [], "written": []}
 runs = [str(folder / name) for name in ("whole", "parts")]
 
 def watch(event, arguments):
@@ -53,7 +54,8 @@ sys.addaudithook(watch)
 def forward(self, images, masks, generator=None):
     seen["images"].append(images.clone())
     seen["masks"].append(masks.context.clone())
-    seen["noise"].append(generator.initial_seed())
+    seen["noise"].append(torch.initial_seed())
+    seen["states"].append(torch.get_rng_state())
     loss = real_forward(self, images, masks, generator)
     seen["losses"].append(loss.item())
     return loss
@@ -143,8 +145,11 @@ def test_each_process_has_its_own_masks_and_noise(run):
     equal = [torch.equal(*pair) for pair in zip(seen[0]["masks"], seen[1]["masks"], strict=True)]
     assert sum(equal) < 0.05 * len(equal)
     assert not set(seen[0]["noise"]) & set(seen[1]["noise"])
-    # One stream a step, which its batches share.
-    assert len(set(seen[0]["noise"])) == TOTAL
+    # One stream a step, which its batches draw from one after the other.
+    for rank, one in enumerate(seen):
+        assert one["noise"] == [derive_seed(0, "step", call // 2, rank) for call in range(2 * TOTAL)]
+    states = {bytes(state.numpy()) for one in seen for state in one["states"]}
+    assert len(states) == 2 * 2 * TOTAL
 
 
 def test_the_model_is_the_same_in_all_processes_and_has_moved(run):

@@ -43,6 +43,7 @@ from stop_mim.training.config import (
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.loop import TrainingDiverged, resume, split_batch, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
+from stop_mim.training.step import TrainingStep
 
 TOTAL, MID_EPOCH = 21, 10
 MOVING = PositionsConfig(sigma_start=0.05, sigma=2.0, sigma_schedule="cosine")
@@ -162,15 +163,13 @@ def test_a_probe_of_another_objective_changes_nothing_in_it(tmp_path, case):
     assert scores[-1]["probe/knn_top1"] > 50
 
 
-def test_the_parts_that_are_compiled_are_the_transformer_layers():
-    for groups, parts in ((MAE, 2), (DATA2VEC, 3), ({}, 3), (OBJECTIVES["ijepa from two layers"], 4)):
+def test_the_layers_of_an_objective_are_its_transformer_layers_each_once():
+    for groups, layers in ((MAE, 3), (DATA2VEC, 4), ({}, 5), (OBJECTIVES["ijepa from two layers"], 5)):
         objective = tiny_objective(**groups)
-        compiled = [
-            module for part in objective.compiled_parts() for module in part.modules() if isinstance(module, Block)
-        ]
-        assert len(objective.compiled_parts()) == parts
-        assert compiled
-        assert set(compiled) == {module for module in objective.modules() if isinstance(module, Block)}
+        found = objective.layers()
+        assert len(found) == layers
+        assert len(set(found)) == layers
+        assert set(found) == {module for module in objective.modules() if isinstance(module, Block)}
 
 
 def test_what_an_objective_cannot_do_is_refused_before_the_data_are_read(tmp_path):
@@ -221,7 +220,7 @@ class Killed(BaseException):
 
 def disturb(monkeypatch, step=None, kind=None):
     """A clock that moves by a second in each step, and a disturbance in the step of that number."""
-    now, real = [0], loop.training_step
+    now, real = [0], TrainingStep.__call__
 
     def disturbed(*arguments):
         now[0] += 1
@@ -231,7 +230,7 @@ def disturb(monkeypatch, step=None, kind=None):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(loop, "training_step", disturbed)
+    monkeypatch.setattr(TrainingStep, "__call__", disturbed)
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
 

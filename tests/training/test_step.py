@@ -1,6 +1,7 @@
 """One step: accumulation, weight decay, clipping, schedules, and an update that is not made when it is not finite."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
-from stop_mim.training.step import gradient_norm, make_optimiser, training_step
+from stop_mim.training.step import TrainingStep, gradient_norm, make_optimiser, read_outcomes
 
 ALONE = Ranks(0, 1, 1, CPU)
 VALUES = ScheduledValues(lr=1e-3, weight_decay=0.1, ema_momentum=0.9)
 PLAIN_ENCODER = EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2)
+DROPPING_ENCODER = replace(PLAIN_ENCODER, drop_path=0.5)
 
 
 def make(sigma=0.0):
@@ -29,10 +31,10 @@ def a_batch(seed=0, count=8):
     return torch.randn(count, 3, 32, 32, generator=generator), MultiBlockMasks(4).sample(count, generator=generator)
 
 
-def do_step(objective, optimiser, batches, values=VALUES, clip=None, generator=None):
-    return training_step(
-        objective, objective, optimiser, batches, len(batches), values, ALONE, nullcontext(), generator, clip
-    )
+def do_step(objective, optimiser, batches, values=VALUES, clip=None, seed=0):
+    step = TrainingStep(objective, objective, optimiser, ALONE, nullcontext(), clip)
+    (outcome,) = read_outcomes([step(batches, values, seed)])
+    return outcome
 
 
 def snapshot(objective, optimiser):
@@ -75,19 +77,24 @@ def test_gradients_of_the_step_before_are_forgotten():
 
 def test_everything_that_learns_is_optimised_once_and_only_matrices_decay():
     objective, optimiser = make()
-    decaying, other = (group["params"] for group in optimiser.param_groups)
-    assert {p.ndim > 1 for p in decaying} == {True}
-    assert {p.ndim > 1 for p in other} == {False}
+    optimised = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     learned = {id(parameter) for parameter in objective.parameters() if parameter.requires_grad}
-    assert sorted(map(id, [*decaying, *other])) == sorted(learned)
+    assert sorted(map(id, optimised)) == sorted(learned)
     assert not {id(parameter) for parameter in objective.target.parameters()} & learned
+    # Decay is the step's: the optimiser would decay a second time.
+    assert [group["weight_decay"] for group in optimiser.param_groups] == [0.0]
+    still = {name: parameter.clone() for name, parameter in objective.named_parameters()}
+    for parameter in optimised:
+        parameter.register_hook(torch.zeros_like)
+    do_step(objective, optimiser, [a_batch()], ScheduledValues(lr=0.1, weight_decay=0.5, ema_momentum=1.0))
+    for name, parameter in objective.named_parameters():
+        kept = 0.95 if parameter.requires_grad and parameter.ndim > 1 else 1.0
+        torch.testing.assert_close(parameter.detach(), kept * still[name], atol=0, rtol=1e-6)
 
 
 def test_weight_decay_shrinks_matrices_alone():
     objective, optimiser = make()
     values = ScheduledValues(lr=0.01, weight_decay=0.5, ema_momentum=1.0)
-    for group in optimiser.param_groups:
-        group["lr"], group["weight_decay"] = values.lr, values.weight_decay if group["decays"] else 0.0
     for parameter in objective.parameters():
         parameter.data.add_(0.1)
     before = {name: parameter.clone() for name, parameter in objective.named_parameters()}
@@ -104,7 +111,60 @@ def test_weight_decay_shrinks_matrices_alone():
 def test_schedules_are_applied():
     objective, optimiser = make()
     do_step(objective, optimiser, [a_batch()], ScheduledValues(lr=3e-3, weight_decay=0.2, ema_momentum=0.5))
-    assert [(group["lr"], group["weight_decay"]) for group in optimiser.param_groups] == [(3e-3, 0.2), (3e-3, 0.0)]
+    assert [group["lr"] for group in optimiser.param_groups] == [3e-3]
+
+
+def plain_steps(objective, batches, values, clip):
+    """The same by torch's own, unfused, AdamW with its own weight decay, and by the target's definition."""
+    learned = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    matrices, vectors = [p for p in learned if p.ndim > 1], [p for p in learned if p.ndim <= 1]
+    betas = tiny_config().optim.betas
+    optimiser = torch.optim.AdamW([{"params": matrices}, {"params": vectors}], betas=betas, foreach=False)
+    for batch, scheduled in zip(batches, values, strict=True):
+        for group, decay in zip(optimiser.param_groups, (scheduled.weight_decay, 0.0), strict=True):
+            group["lr"], group["weight_decay"] = scheduled.lr, decay
+        optimiser.zero_grad()
+        objective(*batch).backward()
+        torch.nn.utils.clip_grad_norm_(learned, clip)
+        optimiser.step()
+        with torch.no_grad():
+            for theirs, ours in zip(objective.target.parameters(), objective.encoder.parameters(), strict=True):
+                theirs.mul_(scheduled.ema_momentum).add_((1 - scheduled.ema_momentum) * ours)
+
+
+def test_steps_are_those_of_torchs_adamw_with_moving_schedules():
+    values = [ScheduledValues(1e-3 * (1 + n), 0.1 * n, 0.9 + 0.02 * n) for n in range(5)]
+    batches = [a_batch(n) for n in range(5)]
+    objective, optimiser = make()
+    for batch, scheduled in zip(batches, values, strict=True):
+        do_step(objective, optimiser, [batch], scheduled, clip=0.05)
+    other, _ = make()
+    plain_steps(other, batches, values, clip=0.05)
+    expected = other.state_dict()
+    for name, tensor in objective.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-6, rtol=1e-4)
+
+
+def test_one_step_object_takes_all_steps():
+    ends = []
+    for reused in (True, False):
+        objective, optimiser = make(sigma=1.0)
+        step = TrainingStep(objective, objective, optimiser, ALONE, nullcontext(), 0.1)
+        outcomes = []
+        for number in range(4):
+            values = ScheduledValues(1e-3 * (1 + number), 0.1 * number, 0.9)
+            if reused:
+                outcomes.append(step([a_batch(number)], values, seed=number))
+            else:
+                do_step(objective, optimiser, [a_batch(number)], values, 0.1, seed=number)
+        ends.append((snapshot(objective, optimiser), outcomes))
+    (reused, outcomes), (fresh, _) = ends
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in reused.items())
+    # Outcomes that are read late are still those of their own steps.
+    losses = [outcome.loss for outcome in read_outcomes(outcomes)]
+    assert len(set(losses)) == 4
+    assert read_outcomes(outcomes[2:]) == read_outcomes(outcomes)[2:]
+    assert read_outcomes([]) == []
 
 
 def test_adams_first_step_is_as_long_as_the_learning_rate():
@@ -154,6 +214,26 @@ def test_a_step_that_is_not_finite_changes_no_bit(monkeypatch, value, poison):
     after = collect_tensors(objective, optimiser)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    counters = [tensor.item() for name, tensor in after.items() if name.startswith("optimiser.step.")]
+    assert len(counters) > 10
+    assert set(counters) == {1.0}
+
+
+def test_a_first_step_that_is_not_finite_leaves_an_optimiser_that_has_seen_nothing(monkeypatch):
+    ends = []
+    for poisoned in (False, True):
+        objective, optimiser = make()
+        if poisoned:
+            before = snapshot(objective, optimiser)
+            with monkeypatch.context() as patch:
+                poisoned_loss(patch, float("nan"))
+                assert not do_step(objective, optimiser, [a_batch(1)], clip=1.0).updated
+            after = collect_tensors(objective, optimiser)
+            assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+            assert not any(tensor.any() for name, tensor in after.items() if name.startswith("optimiser."))
+        do_step(objective, optimiser, [a_batch(2)])
+        ends.append(snapshot(objective, optimiser))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_the_step_after_one_that_was_not_finite_is_as_if_it_had_not_been(monkeypatch):
@@ -195,13 +275,33 @@ def test_the_norm_is_that_of_all_gradients_together():
     assert outcome.gradient_norm == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-5)
 
 
-def test_the_generator_decides_the_noise():
+def test_the_seed_decides_the_noise():
     losses = []
     for seed in (0, 0, 1):
         objective, optimiser = make(sigma=4.0)
         torch.nn.init.normal_(objective.predictor.projection.weight)
-        losses.append(do_step(objective, optimiser, [a_batch()], generator=torch.Generator().manual_seed(seed)).loss)
+        losses.append(do_step(objective, optimiser, [a_batch()], seed=seed).loss)
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_batches_of_a_step_have_noise_of_their_own():
+    objective, optimiser = make(sigma=4.0)
+    torch.nn.init.normal_(objective.predictor.projection.weight)
+    once = do_step(objective, optimiser, [a_batch()], ScheduledValues(0.0, 0.0, 1.0)).loss
+    twice = do_step(objective, optimiser, [a_batch(), a_batch()], ScheduledValues(0.0, 0.0, 1.0)).loss
+    assert once != twice
+
+
+def test_the_seed_decides_what_drop_path_drops():
+    norms = []
+    for seed in (0, 0, 1, 2, 3):
+        objective = tiny_objective(positions=PositionsConfig(sigma=0.0), encoder=DROPPING_ENCODER)
+        optimiser = make_optimiser(objective, tiny_config().optim, CPU)
+        for parameter in (*objective.encoder.vit.blocks.parameters(), *objective.predictor.parameters()):
+            parameter.data.mul_(10)
+        norms.append(do_step(objective, optimiser, [a_batch()], seed=seed).gradient_norm)
+    assert norms[0] == norms[1]
+    assert len(set(norms)) == 4
 
 
 OTHERS = {
@@ -240,9 +340,12 @@ def test_other_objectives_take_the_same_steps(kind, positions):
 @pytest.mark.parametrize("kind", OTHERS)
 def test_a_step_of_another_objective_that_is_not_finite_changes_no_bit(kind):
     objective, optimiser, (images, masks) = make_other(kind, PositionsConfig())
+    do_step(objective, optimiser, [(images, masks)])
     before = snapshot(objective, optimiser)
     assert not do_step(objective, optimiser, [(images * float("nan"), masks)]).updated
-    assert all(torch.equal(before[name], tensor) for name, tensor in collect_tensors(objective, optimiser).items())
+    after = collect_tensors(objective, optimiser)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 def test_steps_lower_the_loss():
