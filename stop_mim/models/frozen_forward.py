@@ -15,7 +15,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.short_attention import attend
+from stop_mim.models.short_attention import attend, is_plain_attention
 
 FrozenPrecision = Literal["bf16", "fp8"]
 LARGEST_FP8 = 448.0
@@ -28,14 +28,22 @@ def has_frozen_forward(encoder: Encoder) -> bool:
         type(block) is Block and type(block.attn) is Attention and type(block.mlp) is Mlp and _is_plain(block)
         for block in vit.blocks
     )
-    return plain and not vit.num_prefix_tokens and isinstance(vit.norm_pre, nn.Identity)
+    around = isinstance(vit.norm, nn.LayerNorm) and all(
+        isinstance(norm, nn.Identity) for norm in (vit.norm_pre, vit.patch_embed.norm)
+    )
+    return plain and around and not vit.num_prefix_tokens
 
 
 def _is_plain(block: Block) -> bool:
-    extras = (block.ls1, block.ls2, block.attn.q_norm, block.attn.k_norm)
-    activation = block.mlp.act
+    activation, linear = block.mlp.act, (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
     exact_gelu = isinstance(activation, nn.GELU) and activation.approximate == "none"
-    return all(isinstance(extra, nn.Identity) for extra in extras) and exact_gelu and block.attn.qkv.bias is not None
+    extras = (block.ls1, block.ls2, block.mlp.norm)
+    return (
+        is_plain_attention(block.attn)
+        and all(isinstance(extra, nn.Identity) for extra in extras)
+        and exact_gelu
+        and all(layer.bias is not None for layer in linear)
+    )
 
 
 @torch.no_grad()

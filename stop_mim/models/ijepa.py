@@ -66,6 +66,11 @@ class IJEPA(TargetObjective):
         self.train()
 
     @property
+    def has_plain_targets(self) -> bool:
+        """Whether targets are those of the last layer, at full resolution."""
+        return self.target_layers == 1 and self.target_resolution == "full"
+
+    @property
     def masked_tokens(self) -> Predictor:
         """The predictor."""
         return self.predictor
@@ -88,7 +93,7 @@ class IJEPA(TargetObjective):
     def target_features(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> Features:
         """Features of the target blocks as the target encoder sees them in the whole image, layer-normed."""
         wanted = masks.targets.flatten(1)
-        if self.frozen_precision is not None and self.target_layers == 1 and self.target_resolution == "full":
+        if self.frozen_precision is not None and self.has_plain_targets:
             tokens = frozen_tokens(self.target, images, wanted, self.frozen_precision).float()
             return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, masks.targets.shape[1:])
         if self.target_layers > 1:

@@ -145,11 +145,12 @@ def use_short_attention(layers: list[nn.Module]) -> None:
     """Let timm's plain attention layers attend by `attend` from here on; others stay as they are."""
     for layer in layers:
         attention: Any = getattr(layer, "attn", None)
-        if type(attention) is Attention and _is_plain(attention):
+        if type(attention) is Attention and is_plain_attention(attention):
             attention.forward = MethodType(_plain_attention, attention)
 
 
-def _is_plain(attention: Attention) -> bool:
+def is_plain_attention(attention: Attention) -> bool:
+    """Whether this is attention with nothing added: no norms, no gate, no dropout."""
     kept = (attention.q_norm, attention.k_norm, getattr(attention, "norm", nn.Identity()))
     drops = attention.attn_drop.p or attention.proj_drop.p
     return (
@@ -160,6 +161,6 @@ def _is_plain(attention: Attention) -> bool:
 def _plain_attention(
     self: Attention, tokens: Float[Tensor, "batch n dim"], attn_mask: Tensor | None = None, **options: Any
 ) -> Float[Tensor, "batch n dim"]:
-    if attn_mask is not None:
+    if attn_mask is not None or any(options.values()):
         return type(self).forward(self, tokens, attn_mask=attn_mask, **options)
     return self.proj(attend(self.qkv(tokens), self.num_heads))

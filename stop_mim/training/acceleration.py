@@ -16,6 +16,7 @@ from stop_mim.models.ijepa import IJEPA
 from stop_mim.models.objective import Objective
 from stop_mim.models.short_attention import use_short_attention
 from stop_mim.training.config import SpeedConfig
+from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import Batches, Outcome, TrainingStep
 
@@ -41,30 +42,35 @@ def is_half(precision: str, device: torch.device) -> bool:
 
 def accelerate(step: TrainingStep, speed: SpeedConfig, steps: int, say: Say, warn: Say) -> Step:
     """The step as `speed` wants it for a run of so many steps: compiled, captured as a CUDA graph, or as it is."""
-    device, objective = step.ranks.device, step.objective
-    on_gpu = device.type == "cuda"
-    prepare_objective(objective, speed, device)
+    on_gpu = step.ranks.device.type == "cuda"
+    require_possible(step.objective, speed, step.ranks)
+    prepare_objective(step.objective, speed, step.ranks.device)
     compiles = speed.compile if speed.compile is not None else on_gpu and steps >= STEPS_WORTH_COMPILING
     alone_on_gpu = on_gpu and step.ranks.world_size == 1
     captures = speed.graph if speed.graph is not None else alone_on_gpu and steps >= STEPS_WORTH_CAPTURING
-    if captures and not alone_on_gpu:
-        raise InputError("speed.graph is True: CUDA graphs need a GPU and a single process; leave it out.")
     inner: Step = CompiledStep(step, say, warn) if compiles else step
     return CapturedStep(step, inner, warn) if captures else inner
+
+
+def require_possible(objective: Objective, speed: SpeedConfig, ranks: Ranks) -> None:
+    """Refuse what `speed` asks for where the objective or the device cannot do it."""
+    half = is_half(speed.precision, ranks.device)
+    if speed.graph and (ranks.device.type != "cuda" or ranks.world_size > 1):
+        raise InputError("speed.graph is True: CUDA graphs need a GPU and a single process; leave it out.")
+    if speed.half_residual and not half:
+        raise InputError("speed.half_residual is True without speed.precision bf16: set that, or leave it out.")
+    if speed.fp8_target:
+        _require_fp8(objective, half, ranks.device)
 
 
 def prepare_objective(objective: Objective, speed: SpeedConfig, device: torch.device) -> None:
     """Give an objective the layers and the target's precision that suit `speed` and the device."""
     half_on_gpu = device.type == "cuda" and is_half(speed.precision, device)
-    if speed.fp8_target:
-        _require_fp8(objective, speed, device)
     if half_on_gpu:
         use_short_attention(objective.layers())
         if isinstance(objective, IJEPA) and has_frozen_forward(objective.target):
             objective.frozen_precision = "fp8" if speed.fp8_target else "bf16"
     if speed.half_residual:
-        if not is_half(speed.precision, device):
-            raise InputError("speed.half_residual is True without speed.precision bf16: set that, or leave it out.")
         for layer in objective.layers():
             layer.forward = partial(_call_with_half, layer.forward)
     if speed.recompute:
@@ -75,16 +81,17 @@ def _call_with_half(layer: Callable[..., Tensor], tokens: Tensor, **options: Any
     return layer(tokens.bfloat16(), **options)
 
 
-def _require_fp8(objective: Objective, speed: SpeedConfig, device: torch.device) -> None:
+def _require_fp8(objective: Objective, half: bool, device: torch.device) -> None:
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
-    if not able or not is_half(speed.precision, device):
+    if not able or not half:
         raise InputError(
             f"speed.fp8_target is True on {device}: products in eight bits need a GPU of the Hopper or Ada generation, or "
             "newer, and speed.precision bf16; leave it out."
         )
-    if not (isinstance(objective, IJEPA) and objective.target_layers == 1 and has_frozen_forward(objective.target)):
+    if not (isinstance(objective, IJEPA) and objective.has_plain_targets and has_frozen_forward(objective.target)):
         raise InputError(
-            "speed.fp8_target is True: it is made for the objective ijepa with objective.target_layers 1; leave it out."
+            "speed.fp8_target is True: it is made for the objective ijepa with objective.target_layers 1 and "
+            "objective.target_resolution full; leave it out."
         )
 
 
@@ -115,8 +122,7 @@ class CompiledStep:
             raise
         # Whatever dynamo, inductor, triton or a compiler make of this machine; the weights are as they were.
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self._warn(f"The model could not be compiled ({reason}): it trains without, slower.")
+            self._warn(f"The model could not be compiled ({_reason(error)}): it trains without, slower.")
             self._step.objective._compiled_call_impl = None
             return self._step(batches, values, seed)
 
@@ -177,13 +183,18 @@ class CapturedStep:
         # Whatever in an objective cannot be recorded: the step was not taken, and can be taken plainly.
         except Exception as error:
             self._warn(
-                f"The step could not be captured as a CUDA graph ({str(error).strip().splitlines()[0]}): it trains "
-                "without, slower if the model is small."
+                f"The step could not be captured as a CUDA graph ({_reason(error)}): it trains without, slower if the "
+                "model is small."
             )
             self._is_given_up, self._inputs = True, []
             return None
         self._recorded = graph, outcome
         return self._recorded
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def is_compiled(objective: Objective) -> bool:

@@ -20,7 +20,7 @@ from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder, save_encoder
 from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed, seeded_generator
-from stop_mim.training.acceleration import accelerate, autocast_for
+from stop_mim.training.acceleration import accelerate, autocast_for, require_possible
 from stop_mim.training.build import build_augment, build_masks, build_objective
 from stop_mim.training.checkpoint import (
     Checkpoint,
@@ -125,7 +125,7 @@ class Run:
         self.config, self.folder, self.ranks, self.display = config, folder, ranks, display
         self.per_device, self.batches_per_step = split_batch(config, ranks)
         # What is wrong with the model or the masks is known before the data are read.
-        encoder = check_model(config)
+        encoder = check_model(config, ranks)
         self.masks = build_masks(config.masks, encoder.grid)
         if not config.data:
             raise InputError(
@@ -441,10 +441,13 @@ class _Interval:
         return max(time.perf_counter() - self._since, 1e-9)
 
 
-def check_model(config: TrainConfig) -> Encoder:
-    """Build the model without its memory, so that a configuration that cannot work is refused at once."""
+def check_model(config: TrainConfig, ranks: Ranks | None = None) -> Encoder:
+    """Build the model without its memory, so that a configuration that cannot work (on these devices) is refused at once."""
     with torch.device("meta"):
-        return build_objective(config).encoder
+        objective = build_objective(config)
+    if ranks is not None:
+        require_possible(objective, config.speed, ranks)
+    return objective.encoder
 
 
 def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:

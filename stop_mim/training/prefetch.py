@@ -17,7 +17,9 @@ def prefetched(batches: Iterator[Batches], device: torch.device) -> Iterator[Bat
     aside.wait_stream(consumer)
     while True:
         with torch.cuda.stream(aside):
-            made = next(batches)
+            made = next(batches, None)
+        if made is None:
+            return
         consumer.wait_stream(aside)
         for tensor in _tensors(made):
             # Or their memory would be given to the next ones while the step still reads it.
