@@ -174,6 +174,8 @@ class CapturedStep:
             (images.clone(), Masks(masks.context.clone(), masks.targets.clone())) for images, masks in batches
         ]
         self._step.optimiser.zero_grad(set_to_none=True)
+        # A graph has memory of its own: what the plain steps used is given back first.
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):

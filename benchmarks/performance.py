@@ -1,0 +1,202 @@
+"""Every speed in docs/performance.md: each row in a process of its own, all compiled together, then measured one by one.
+
+python benchmarks/performance.py --data tiny-imagenet/train.parquet --json performance.json
+python benchmarks/performance.py --rows B S --steps 20
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from stop_mim.benchmark.ceiling import matrix_ceiling
+from stop_mim.benchmark.comparison import Setting, load_contenders
+from stop_mim.benchmark.config import BenchConfig
+from stop_mim.benchmark.flops import step_flops
+from stop_mim.benchmark.measurement import measure_step
+from stop_mim.benchmark.parts import measure_parts
+from stop_mim.benchmark.timing import Spread, busy_seconds, peak_memory
+from stop_mim.benchmark.workload import Workload
+from stop_mim.sweeps.grid import with_overrides
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.recipes import find_recipe
+
+B = {"masks.context_tokens": 49, "masks.target_tokens": 33, "optim.batch_size": 256}
+L = {**B, "optim.batch_size": 128}
+S = {"masks.context_tokens": 20, "masks.target_tokens": 12}
+SHARED = {"predictor.shared_context": True, "predictor.heads": 6}
+EAGER = {"speed.compile": False, "speed.graph": False}
+COARSE = {"speed.fp8_target": True, "speed.half_residual": True}
+
+# Name of a row: recipe, what it changes, and how it is measured.
+ROWS = {
+    "B": ("stop-vitb16", B, "step"),
+    "B fixed positions": ("ijepa-vitb16", B, "step"),
+    "B fp8 target": ("stop-vitb16", {**B, "speed.fp8_target": True}, "step"),
+    "B half residual": ("stop-vitb16", {**B, "speed.half_residual": True}, "step"),
+    "B shared context, 6 heads": ("stop-vitb16", {**B, **SHARED}, "step"),
+    "B shared context, 6 heads, fp8 target, half residual": ("stop-vitb16", {**B, **SHARED, **COARSE}, "step"),
+    "L": ("stop-vitl16", L, "step"),
+    "S": ("stop-tiny-imagenet", S, "data"),
+    "S of 2048": ("stop-tiny-imagenet", {**S, "optim.batch_size": 2048}, "data"),
+    "S of 2048, shared context, fp8 target, half residual": (
+        "stop-tiny-imagenet",
+        {**S, **COARSE, "optim.batch_size": 2048, "predictor.shared_context": True},
+        "data",
+    ),
+    "parts of B": ("stop-vitb16", B, "parts"),
+    "B eager, captured": ("stop-vitb16", {**B, "speed.compile": False}, "step"),
+    "B eager": ("stop-vitb16", {**B, **EAGER}, "step"),
+    "B plain": ("ijepa-vitb16", {**B, **EAGER}, "plain"),
+    "L plain": ("ijepa-vitl16", {**L, **EAGER}, "plain"),
+    "S eager, captured": ("stop-tiny-imagenet", {**S, "speed.compile": False}, "data"),
+    "S eager": ("stop-tiny-imagenet", {**S, **EAGER}, "data"),
+    "H/14 of 32, recomputed": ("stop-vith14", {"optim.batch_size": 32, **EAGER, "speed.recompute": True}, "step"),
+    "H/14 of 128, recomputed": ("stop-vith14", {"optim.batch_size": 128, **EAGER, "speed.recompute": True}, "step"),
+    "H/14 of 32": ("stop-vith14", {"optim.batch_size": 32, **EAGER}, "step"),
+}
+
+
+def config_of(name: str, data: str, device: str) -> tuple[TrainConfig, str]:
+    recipe, changes, way = ROWS[name]
+    config = with_overrides(find_recipe(recipe), {**changes, "speed.device": device})
+    return (replace(config, data=data) if way == "data" else config), way
+
+
+def row_main(name: str, data: str, device: str, bench: BenchConfig) -> None:
+    """Prepare the row, say so, wait for a line, measure, and write what was found."""
+    config, way = config_of(name, data, device)
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    workload = Workload(config, way == "data")
+    work = _plain_work(workload) if way == "plain" else workload.step
+    work()
+    _wait(workload.device)
+    first = time.perf_counter() - started
+    for _ in range(bench.warmup):
+        work()
+    _wait(workload.device)
+    print("ready", file=sys.stderr, flush=True)
+    sys.stdin.readline()
+    ceiling = matrix_ceiling(workload.device, torch.bfloat16)
+    step = measure_step(work, workload.device, workload.images_per_step, bench)
+    flops = step_flops(config, workload.counts, workload.images_per_step)
+    found = {
+        "row": name,
+        "images_per_second": asdict(step.images_per_second),
+        "milliseconds": asdict(step.seconds.scaled(1000)),
+        "batch": workload.images_per_step,
+        "tokens": asdict(workload.counts),
+        "first_step_seconds": first,
+        "peak_gib": peak_memory(workload.device) / 2**30,
+        "part_of_ceiling": flops / step.seconds.median / ceiling,
+        "ceiling_tflops": ceiling / 1e12,
+        "gflop_an_image": flops / workload.images_per_step / 1e9,
+        "notes": workload.notes,
+    }
+    busy = None if way == "plain" else busy_seconds(work, workload.device, 5)
+    if busy is not None:
+        found["idle_part"] = max(0.0, 1 - busy / step.seconds.median)
+    if way == "parts":
+        parts: dict[str, Spread] = measure_parts(workload, bench.steps, 3)
+        found["parts_milliseconds"] = {part: spread.median * 1000 for part, spread in parts.items()}
+    print(json.dumps(found), flush=True)
+
+
+def _plain_work(workload: Workload):
+    sizes = (workload.counts, workload.per_device, workload.batches_per_step)
+    setting = Setting(workload.config, workload.device, *sizes, workload.autocast)
+    contender = load_contenders()["plain PyTorch"](setting)
+    images = next(workload.images)
+
+    def work() -> None:
+        masks = contender.collate()
+        moved = replace(masks, context=masks.context.to(images.device), targets=masks.targets.to(images.device))
+        contender.step([(images, moved)])
+
+    return work
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_all(names: list[str], options: list[str], at_once: int, json_file: Path | None) -> None:
+    """All rows, so many prepared at once; a row that fails is told and left out."""
+    found = []
+    for start in range(0, len(names), at_once):
+        rows = {name: _start(name, options) for name in names[start : start + at_once]}
+        for process in rows.values():
+            # The end of the stream, too, ends the waiting: for a row that fails.
+            while (line := process.stderr.readline()) and line.strip() != "ready":
+                sys.stderr.write(line)
+        for name, process in rows.items():
+            output, errors = process.communicate("go\n")
+            if process.returncode:
+                print(f"{name}: FAILED\n{errors}", flush=True)
+                continue
+            row = json.loads(output.splitlines()[-1])
+            found.append(row)
+            _tell(row)
+            if json_file is not None:
+                json_file.write_text(json.dumps(found, indent=1))
+
+
+def _start(name: str, options: list[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, __file__, "--row", name, *options]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def _tell(row: dict) -> None:
+    rate, time_ms, idle = row["images_per_second"], row["milliseconds"], row.get("idle_part", float("nan"))
+    print(
+        f"{row['row']:55s} {rate['median']:9,.0f} images/s [{rate['low']:,.0f} {rate['high']:,.0f}] "
+        f"{time_ms['median']:8.2f} ms  {row['part_of_ceiling']:.1%} of {row['ceiling_tflops']:.0f} TFLOP/s  "
+        f"idle {idle:.1%}  {row['peak_gib']:.1f} GiB  first step {row['first_step_seconds']:.0f} s  batch {row['batch']}",
+        flush=True,
+    )
+    for name, value in row.get("parts_milliseconds", {}).items():
+        print(f"    {name:30s} {value:8.2f} ms", flush=True)
+    for note in row["notes"]:
+        print(f"    {note}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="", help="64x64 images for the rows S; without them these rows are left out")
+    parser.add_argument("--rows", nargs="*", help="measure these alone, by their names or beginnings of them")
+    parser.add_argument("--at-once", type=int, default=6, help="rows that are prepared at the same time")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    bench = BenchConfig(steps=given.steps, repeats=given.repeats, warmup=given.warmup)
+    if given.row is not None:
+        try:
+            row_main(given.row, given.data, given.device, bench)
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+        return
+    names = [
+        name
+        for name, (_, _, way) in ROWS.items()
+        if (given.data or way != "data") and (not given.rows or any(name.startswith(start) for start in given.rows))
+    ]
+    options = [f"--{name}={getattr(given, name)}" for name in ("data", "steps", "repeats", "warmup", "device")]
+    measure_all(names, options, given.at_once, given.json)
+
+
+if __name__ == "__main__":
+    main()
