@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from jaxtyping import Float64, UInt8
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from stop_mim.data.augment import Augment
 from stop_mim.data.image_source import EncodedSource, ImageSource
@@ -54,13 +52,6 @@ class CropRequest(NamedTuple):
     indices: list[int]
 
 
-class CropBatch(NamedTuple):
-    """The crops of a batch, with the channels of a pixel side by side, and what had to be said of bad images."""
-
-    pixels: UInt8[Tensor, "batch height width 3"]
-    bad: list[str]
-
-
 class CropRequests:
     """The requests of all batches of an order from the batch `first` on, without an end."""
 
@@ -81,15 +72,14 @@ class Part(NamedTuple):
     box: Box
 
 
-class CroppedImages(Dataset[CropBatch]):
-    """Whole batches of crops, cut on the CPU; for a DataLoader whose sampler is CropRequests, and batch_size None."""
+class CroppedImages:
+    """Makes whole batches of crops on the CPU."""
 
     def __init__(self, source: ImageSource, augment: Augment, seed: int) -> None:
         self.source, self.draws, self.size = source, CropDraws(augment, seed), augment.size
 
-    def __getitem__(self, request: CropRequest) -> CropBatch:
-        """The crops of a request; a bad image is replaced by the next good one."""
-        crops = torch.empty(len(request.indices), *self.size, 3, dtype=torch.uint8)
+    def fill(self, crops: UInt8[Tensor, "batch height width 3"], request: CropRequest) -> list[str]:
+        """Write the crops of a request, each bad image replaced by the next good one, and tell what is bad."""
         bad: list[str] = []
         decoded: dict[int, Part] = {}
         pixels = 0
@@ -103,7 +93,7 @@ class CroppedImages(Dataset[CropBatch]):
                 _cut_into(crops, decoded)
                 pixels = 0
         _cut_into(crops, decoded)
-        return CropBatch(crops, bad)
+        return bad
 
     def _parts(self, request: CropRequest) -> Iterator[tuple[Part, list[str]]]:
         boxes = self.draws.boxes(request)

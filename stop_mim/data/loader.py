@@ -20,6 +20,7 @@ from stop_mim.data.gpu_decode import Decoder, GpuCrops, are_jpegs, gpu_decoder
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.images import BadImage
 from stop_mim.data.order import BatchOrder
+from stop_mim.data.slots import BatchSlots, FilledSlots, SlotRequests
 from stop_mim.errors import InputError
 from stop_mim.seeds import seeded_generator
 
@@ -30,6 +31,7 @@ Progress = Callable[[int, int], None]
 # Images of different sizes are stored this much larger than they are used, as 256 is to 224.
 STORED_TO_USED = 8 / 7
 SIZES_LOOKED_AT = 256
+BATCHES_AHEAD = 4
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 
 
@@ -102,19 +104,21 @@ class StreamingLoader:
 
     def crops(self, order: BatchOrder, first: int) -> Iterator[UInt8[Tensor, "batch 3 height width"]]:
         """The same batches on the device as bytes, cropped and nothing else."""
+        ahead = BATCHES_AHEAD * self.workers
+        slots = BatchSlots(ahead + 2, order.batch_size, self.augment.size, self.device, shared=self.workers > 0)
         reader = DataLoader(
-            CroppedImages(self.source, self.augment, self.seed),
-            sampler=CropRequests(order, first),
+            FilledSlots(CroppedImages(self.source, self.augment, self.seed), slots.pixels),
+            sampler=SlotRequests(CropRequests(order, first), slots),
             batch_size=None,
             num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-            prefetch_factor=4 if self.workers else None,
+            prefetch_factor=BATCHES_AHEAD if self.workers else None,
             worker_init_fn=ignore_signals,
         )
-        for pixels, bad in reader:
-            for description in bad:
-                self.bad_images.add(description)
-            yield pixels.to(self.device, non_blocking=True).permute(0, 3, 1, 2).contiguous()
+        with slots:
+            for slot, bad in reader:
+                for description in bad:
+                    self.bad_images.add(description)
+                yield slots.read(slot)
 
 
 class GpuStreamingLoader(StreamingLoader):

@@ -41,6 +41,12 @@ def jpeg(height, width):
     return buffer.getvalue()
 
 
+def crops_of(source, augment, seed, request):
+    crops = torch.full((len(request.indices), *augment.size, 3), 77, dtype=torch.uint8)
+    bad = CroppedImages(source, augment, seed).fill(crops, request)
+    return crops, bad
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images") / "set"
@@ -126,25 +132,24 @@ def test_the_bound_on_pixels_holds_for_crops():
 
 
 def test_a_crop_does_not_depend_on_the_batch_that_it_is_in(source, monkeypatch):
-    dataset = CroppedImages(source, Augment(AugmentConfig(), (16, 24)), 7)
-    whole = dataset[CropRequest(2, list(range(30)))]
-    assert whole.pixels.shape == (30, 16, 24, 3)
-    assert whole.bad == []
+    augmented = Augment(AugmentConfig(), (16, 24))
+    whole, bad = crops_of(source, augmented, 7, CropRequest(2, list(range(30))))
+    assert bad == []
     for together in ("_READ_TOGETHER", "_PIXELS_CUT_TOGETHER"):
         monkeypatch.setattr(crops, together, 3)
         indices = [29, 3, 17, 4]
-        assert torch.equal(dataset[CropRequest(2, indices)].pixels, whole.pixels[indices])
-    assert not torch.equal(dataset[CropRequest(3, [3])].pixels, whole.pixels[3:4])
+        assert torch.equal(crops_of(source, augmented, 7, CropRequest(2, indices))[0], whole[indices])
+    assert not torch.equal(crops_of(source, augmented, 7, CropRequest(3, [3]))[0], whole[3:4])
 
 
 def test_crops_hold_the_box_that_is_drawn(source):
     config = Augment(AugmentConfig(), (16, 16))
     request = CropRequest(1, [5, 6])
-    batch = CroppedImages(source, config, 0)[request]
+    crops, _ = crops_of(source, config, 0, request)
     for place, (index, box_of) in enumerate(zip(request.indices, CropDraws(config, 0).boxes(request), strict=True)):
         image = source.read(index)
         expected = resized_crop(image, *box_of(*image.shape[1:]), [16, 16], antialias=True)
-        assert (batch.pixels[place].permute(2, 0, 1).int() - expected.int()).abs().max() <= 1
+        assert (crops[place].permute(2, 0, 1).int() - expected.int()).abs().max() <= 1
 
 
 def test_a_source_without_files_is_cropped_too(source):
@@ -166,16 +171,16 @@ def test_a_source_without_files_is_cropped_too(source):
 
     request = CropRequest(0, [0, 1, 2])
     augmented = Augment(AugmentConfig(), (16, 16))
-    expected = CroppedImages(source, augmented, 0)[request].pixels
-    assert torch.equal(CroppedImages(Decoded("decoded"), augmented, 0)[request].pixels, expected)
+    expected, _ = crops_of(source, augmented, 0, request)
+    assert torch.equal(crops_of(Decoded("decoded"), augmented, 0, request)[0], expected)
 
 
 def test_bad_images_are_replaced_and_named(tmp_path):
     for number in range(4):
         (tmp_path / f"{number}.jpg").write_bytes(jpeg(20 + number, 30)[: -100 if number in (1, 2) else None])
     source = open_source(str(tmp_path))
-    batch = CroppedImages(source, Augment(AugmentConfig((1.0, 1.0), (0.1, 10.0)), (16, 16)), 0)[CropRequest(0, [1, 3])]
-    assert [line.split(":")[0] for line in batch.bad] == [source.describe(1), source.describe(2)]
+    _, bad = crops_of(source, Augment(AugmentConfig(), (16, 16)), 0, CropRequest(0, [1, 3]))
+    assert [line.split(":")[0] for line in bad] == [source.describe(1), source.describe(2)]
     part, bad = part_or_next(source, 3, lambda height, width: Box(0, 0, height, width), (16, 16))
     assert part.box == (0, 0, 23, 30)
     assert bad == []
@@ -186,8 +191,10 @@ def test_a_file_that_is_gone_is_a_bad_image(tmp_path):
         (tmp_path / f"{number}.jpg").write_bytes(jpeg(20, 30))
     source = open_source(str(tmp_path))
     (tmp_path / "0.jpg").unlink()
-    dataset = CroppedImages(source, Augment(AugmentConfig(), (16, 16)), 0)
-    assert dataset[CropRequest(0, [0])].bad == [f"{source.describe(0)}: No such file or directory"]
+    augmented = Augment(AugmentConfig(), (16, 16))
+    assert crops_of(source, augmented, 0, CropRequest(0, [0]))[1] == [
+        f"{source.describe(0)}: No such file or directory"
+    ]
     (tmp_path / "1.jpg").unlink()
     with pytest.raises(InputError, match="None of the 2 images"):
-        dataset[CropRequest(0, [0])]
+        crops_of(source, augmented, 0, CropRequest(0, [0]))

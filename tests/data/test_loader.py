@@ -115,6 +115,12 @@ def test_workers_change_nothing(mixed):
         assert torch.equal(one, other)
 
 
+def test_batches_stay_as_they_are_when_their_memory_is_filled_again(mixed):
+    alone = take(make(mixed, "streaming"), 20)
+    for one, other in zip(alone, take(make(mixed, "streaming", workers=1), 20), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_is_done_to_an_image_does_not_depend_on_the_global_generator(mixed):
     torch.manual_seed(0)
     first = take(make(mixed, "streaming"), 1)[0]
