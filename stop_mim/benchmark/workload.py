@@ -122,6 +122,7 @@ class Workload:
             speed.loader,
             min(MAX_DEFAULT_WORKERS, os.cpu_count() or 1) if speed.workers is None else speed.workers,
             progress=partial(self.display.update, "decoding images"),
+            decode=speed.decode,
         )
 
 

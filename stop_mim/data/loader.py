@@ -275,7 +275,7 @@ def _open_streaming(
 ) -> StreamingLoader:
     decoder, obstacle = (None, "") if decode == "cpu" else find_gpu_decoder(source, device)
     if decode == "gpu" and decoder is None:
-        raise InputError(f"decode is 'gpu', but {obstacle}: choose 'auto' or 'cpu'.")
+        raise InputError(f"speed.decode is gpu, but {obstacle}: choose auto or cpu.")
     if decoder is not None:
         return GpuStreamingLoader(source, augment, device, bad_images, seed, decoder, rank, workers)
     loader = StreamingLoader(source, augment, device, bad_images, seed, rank, workers)

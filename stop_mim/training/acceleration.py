@@ -178,7 +178,8 @@ class CapturedStep:
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # Threads that decode images may use the device meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 outcome = self._step.run(self._inputs)
         except torch.OutOfMemoryError:
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stop_mim.data.augment import AugmentConfig
-from stop_mim.data.loader import LoaderMode
+from stop_mim.data.loader import Decode, LoaderMode
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import EncoderSize
 from stop_mim.models.ijepa import TargetResolution
@@ -208,6 +208,8 @@ class SpeedConfig:
     """resident: images decoded once into the device's memory; streaming: by workers; auto: resident where nothing is lost."""
     workers: int | None = None
     """Processes that decode streamed images; not given: one a core, at most eight."""
+    decode: Decode = "auto"
+    """Where streamed JPEGs are decoded: cpu or gpu; auto: on the GPU if it can."""
     compile: bool | None = None
     """Compile the objective with torch.compile; not given: on a GPU, for runs of at least 500 steps."""
     graph: bool | None = None

@@ -169,6 +169,7 @@ class Run:
             min(MAX_DEFAULT_WORKERS, max(1, cores)) if speed.workers is None else speed.workers,
             ranks.processes_on_host,
             progress=lambda done, total: self.display.update("decoding images", done, total),
+            decode=speed.decode,
         )
 
     def _make_probe(self, data: ProbeData | None) -> OnlineProbe | None:

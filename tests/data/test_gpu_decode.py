@@ -270,14 +270,14 @@ def test_without_a_decoder_the_cpu_decodes_and_the_description_says_so(folder, m
     loader = open_with(folder, "auto", cuda)
     assert not isinstance(loader, GpuStreamingLoader)
     assert loader.description.endswith("2 workers (not on the GPU: torchvision has no decoder that works there)")
-    with pytest.raises(InputError, match="decode is 'gpu', but torchvision has no decoder"):
+    with pytest.raises(InputError, match=r"speed\.decode is gpu, but torchvision has no decoder"):
         open_with(folder, "gpu", cuda)
 
 
 def test_on_the_cpu_there_is_nothing_to_choose(folder):
     assert gpu_decoder(CPU) is None
     assert open_with(folder, "auto").description == "streaming: 24 images, decoded by 2 workers"
-    with pytest.raises(InputError, match="decode is 'gpu', but the device is cpu"):
+    with pytest.raises(InputError, match=r"speed\.decode is gpu, but the device is cpu"):
         open_with(folder, "gpu")
 
 

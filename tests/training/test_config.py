@@ -132,6 +132,7 @@ OTHER = {
         "batch_size_per_device": 4,
         "loader": "streaming",
         "workers": 3,
+        "decode": "cpu",
         "compile": True,
         "graph": False,
         "fp8_target": True,
