@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -93,24 +93,34 @@ def _measure_ours(
     """The step and its parts, the sizes that they had, and one of their batches; the memory is free again afterwards."""
     device = one_device(config)
     progress.tell("whole step")
-    dtype = torch.bfloat16 if is_half(config.speed.precision, device) else torch.float32
-    before = matrix_ceiling(device, dtype)
+    before = matrix_ceiling(device, multiplied_in(config, device))
     forget_peak(device)
-    workload = Workload(config, bench.images == "data", progress.display)
-    step = measure_step(workload.step, device, workload.images_per_step, bench)
+    with closing(Workload(config, bench.images == "data", progress.display)) as workload:
+        report = _report(workload, bench, recipe, before, progress)
+        batch = (next(workload.images), workload.draw_masks(0))
+        sizes = (workload.counts, workload.per_device, workload.batches_per_step)
+        return report, Setting(config, device, *sizes, workload.autocast), batch
+
+
+def _report(
+    workload: Workload, bench: BenchConfig, recipe: str, ceiling_before: float, progress: "_Progress"
+) -> BenchReport:
+    config, device, images = workload.config, workload.device, workload.images_per_step
+    step = measure_step(workload.step, device, images, bench)
     step = replace(step, peak_memory=peak_memory(device))
     progress.tell("host gaps")
     busy = busy_seconds(workload.step, device, PROFILED_STEPS)
     parts = measure_parts(workload, bench.steps, bench.warmup, progress.tell)
     progress.tell("ceiling")
-    report = BenchReport(
+    dtype = multiplied_in(config, device)
+    return BenchReport(
         recipe=recipe,
         environment=environment(),
         config=asdict(config),
         bench={name: str(value) if isinstance(value, Path) else value for name, value in asdict(bench).items()},
         hardware=hardware_name(device),
         images=workload.image_source,
-        images_per_step=workload.images_per_step,
+        images_per_step=images,
         batches_per_step=workload.batches_per_step,
         tokens=asdict(workload.counts),
         dtype=str(dtype).removeprefix("torch."),
@@ -118,13 +128,15 @@ def _measure_ours(
         step=step,
         parts=parts,
         busy_seconds=busy,
-        flops=step_flops(config, workload.counts, workload.images_per_step),
-        ceilings=(before, matrix_ceiling(device, dtype)),
+        flops=step_flops(config, workload.counts, images),
+        ceilings=(ceiling_before, matrix_ceiling(device, dtype)),
         notes=(PARTS_NOTE, *workload.notes),
     )
-    batch = (next(workload.images), workload.draw_masks(0))
-    sizes = (workload.counts, workload.per_device, workload.batches_per_step)
-    return report, Setting(config, device, *sizes, workload.autocast), batch
+
+
+def multiplied_in(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """The type in which the layers' matrices are multiplied."""
+    return torch.bfloat16 if is_half(config.speed.precision, device) else torch.float32
 
 
 def _execution(workload: Workload) -> str:
@@ -153,10 +165,10 @@ def _compare(
 
     def tell(name: str) -> None:
         progress.tell(name)
-        ceilings.append(matrix_ceiling(device, getattr(torch, report.dtype)))
+        ceilings.append(matrix_ceiling(device, multiplied_in(setting.config, device)))
 
     others, notes = measure_comparison(contenders, setting, batch, bench, tell)
-    ceilings.append(matrix_ceiling(device, getattr(torch, report.dtype)))
+    ceilings.append(matrix_ceiling(device, multiplied_in(setting.config, device)))
     notes += [SHARED_NOTE] if setting.config.predictor.shared_context else []
     return replace(
         report,

@@ -1,6 +1,7 @@
 """What other sizes cost: images, batches, depths and numbers of context tokens, one changed at a time."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,8 +68,8 @@ def _measure(variant: Variant, bench: BenchConfig) -> ScaledStep:
     torch.compiler.reset()
     forget_peak(device)
     try:
-        workload = Workload(variant.config, uses_data=False)
-        step = measure_step(workload.step, device, workload.images_per_step, bench)
+        with closing(Workload(variant.config, uses_data=False)) as workload:
+            step = measure_step(workload.step, device, workload.images_per_step, bench)
         return ScaledStep(variant.change, variant.value, step)
     except torch.cuda.OutOfMemoryError:
         return ScaledStep(variant.change, variant.value, None, "it does not fit into memory.")

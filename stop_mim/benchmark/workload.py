@@ -1,7 +1,7 @@
 """What is measured: a training step built as the trainer builds it, in one process, on synthetic images or on the loader's."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from itertools import count, repeat
 
@@ -82,6 +82,12 @@ class Workload:
         values = values_at(number, self.steps_per_epoch, self.config.optim)
         self.objective.positions.set_step(number)
         self._step(next(self._inputs), values, derive_seed(self.config.seed, "step", number, 0))
+
+    def close(self) -> None:
+        """End the loader's processes, which would outlive the last step."""
+        for batches in (self._inputs, self.images):
+            if isinstance(batches, Generator):
+                batches.close()
 
     def draw_masks(self, number: int) -> Masks:
         """The masks of the batch of that number."""

@@ -1,6 +1,7 @@
 """All that a benchmark measures and tells, at sizes that take no time: that it is there, never how fast it is."""
 
 import json
+import multiprocessing
 from dataclasses import asdict, replace
 
 import pytest
@@ -45,6 +46,13 @@ def test_the_loader_is_measured_where_data_are_given(tiny, short):
     report = run_bench(tiny(), replace(short, images="data"), "tiny")
     assert "data (loader)" in report.parts
     assert "resident: 24 images" in report.images
+
+
+def test_the_loaders_processes_end_with_the_measurement(tiny, short):
+    speed = replace(tiny().speed, loader="streaming", workers=1)
+    report = run_bench(tiny(speed=speed), replace(short, images="data"), "tiny")
+    assert "decoded by 1 workers" in report.images
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -120,7 +128,7 @@ def test_sizes_that_do_not_work_are_left_out_and_named(tiny, short, monkeypatch)
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         if changed.encoder.image_size == (16, 16):
             raise InputError("The masks do not fit.")
-        return workload
+        return Workload(config, uses_data=False)
 
     monkeypatch.setattr("stop_mim.benchmark.scaling.Workload", full)
     found = measure_scaling(config, short, workload.per_device, workload.counts)
