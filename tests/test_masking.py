@@ -118,6 +118,45 @@ def test_counts_can_be_chosen():
     assert masks.targets.shape == (16, 4, 33)
 
 
+def test_a_context_that_blocks_side_by_side_would_leave_no_room_for_never_holds_a_target():
+    sampler = MultiBlockMasks(8, target_tokens=12, context_tokens=20)
+    # Four blocks of twelve that do not overlap leave sixteen of sixty-four patches.
+    assert sampler.context_tokens > 64 - 4 * sampler.target_tokens
+    short = 0
+    for seed in range(4):
+        masks = sampler.sample(5000, generator=seeded(seed))
+        assert masks.context.shape == (5000, 20)
+        assert masks.targets.shape == (5000, 4, 12)
+        targets = torch.zeros(5000, 64, dtype=torch.bool).scatter(1, masks.targets.flatten(1), True)
+        assert not targets.gather(1, masks.context).any()
+        assert (masks.targets.diff(dim=-1) > 0).all()
+        steps = masks.context.diff(dim=-1)
+        assert (steps >= 0).all()
+        short += (steps == 0).any(1).sum().item()
+    assert short < 0.01 * 20_000
+
+
+def test_a_context_short_of_patches_holds_one_twice_and_not_a_target(monkeypatch):
+    sampler = MultiBlockMasks(8, target_tokens=12, context_tokens=20)
+    # Blocks side by side, as good a layout as is drawn: sixteen patches are left, and twenty are wanted.
+    targets = (torch.arange(64) // 16 == torch.arange(4)[:, None]).expand(200, 4, 64)
+    layouts = targets, torch.ones(200, 64, dtype=torch.bool)
+    monkeypatch.setattr(sampler, "_draw_layouts", lambda batch_size, device, generator: layouts)
+    masks = sampler.sample(200, generator=seeded())
+    chosen = torch.zeros(200, 64, dtype=torch.bool).scatter(1, masks.targets.flatten(1), True)
+    assert (chosen.sum(1) == 48).all()
+    assert masks.context.shape == (200, 20)
+    assert not chosen.gather(1, masks.context).any()
+    context = torch.zeros(200, 64, dtype=torch.bool).scatter(1, masks.context, True)
+    assert (context.sum(1) == 16).all()
+
+
+@pytest.mark.parametrize("context_tokens", [32, 40, 52])
+def test_a_context_that_few_layouts_have_room_for_is_refused(context_tokens):
+    with pytest.raises(InputError, match=f"context patches and {context_tokens} are wanted"):
+        MultiBlockMasks(8, target_tokens=12, context_tokens=context_tokens)
+
+
 def test_a_generator_makes_it_reproducible():
     for sampler in (MultiBlockMasks((8, 16)), RandomMasks((8, 16)), MultiBlockMasks(14, compat="release")):
         first, second, other = (sampler.sample(9, generator=seeded(seed)) for seed in (5, 5, 6))

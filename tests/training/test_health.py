@@ -50,6 +50,29 @@ def test_effective_rank_is_the_exponential_of_the_entropy():
     assert effective_rank(torch.zeros(4, 3)) == pytest.approx(1, abs=0.01)
 
 
+def rank_by_singular_values(features):
+    singular = torch.linalg.svdvals(features.double())
+    parts = singular / singular.sum() + 1e-7
+    return math.exp(-(parts * parts.log()).sum().item())
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"), [(200, 48, 48), (48, 200, 48), (64, 64, 64), (300, 40, 3), (40, 300, 7), (100, 100, 1)]
+)
+def test_effective_rank_is_that_of_the_singular_values(rows, columns, rank):
+    generator = torch.Generator().manual_seed(rows + columns + rank)
+    if rank == min(rows, columns):
+        features = torch.randn(rows, columns, generator=generator)
+    else:
+        left, right = torch.randn(rows, rank, generator=generator), torch.randn(rank, columns, generator=generator)
+        features = left @ right
+    # The Gram matrix halves the digits of what is nearly zero: the parts of 1e-7 that the definition adds are as small.
+    assert effective_rank(features) == pytest.approx(rank_by_singular_values(features), rel=1e-3)
+    assert effective_rank(features) <= 1.01 * rank
+    skewed = features * torch.logspace(0, -4, columns)
+    assert effective_rank(skewed) == pytest.approx(rank_by_singular_values(skewed), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "positions",
     [

@@ -29,6 +29,7 @@ from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.training import loop
+from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
 from stop_mim.training.config import (
     CheckpointConfig,
@@ -36,9 +37,12 @@ from stop_mim.training.config import (
     MaskConfig,
     ObjectiveConfig,
     PositionsConfig,
+    PredictorConfig,
     ProbeConfig,
     SpeedConfig,
     TrainConfig,
+    from_json,
+    to_json,
 )
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.loop import TrainingDiverged, resume, split_batch, train
@@ -92,6 +96,11 @@ CASES = {
     "release": {"positions": replace(MOVING, convention="release", apply_to="both", covariance="low_rank(2)")},
     "random masks": {"masks": MaskConfig(kind="random")},
     "bf16": {"speed": SpeedConfig("cpu", "bf16", 4)},
+    "bf16 between layers": {"speed": SpeedConfig("cpu", "bf16", 4, half_residual=True)},
+    "shared context, recomputed": {
+        "predictor": PredictorConfig(16, 1, 2, shared_context=True),
+        "speed": SpeedConfig("cpu", batch_size_per_device=4, recompute=True),
+    },
 }
 
 
@@ -181,6 +190,20 @@ def test_what_an_objective_cannot_do_is_refused_before_the_data_are_read(tmp_pat
         with pytest.raises(InputError, match=text):
             run(tiny_config(tmp_path / "missing", tmp_path / "run", **groups))
         assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_computes_its_layers_again_learns_the_same_to_the_bit(tmp_path):
+    config = tiny_config(out=tmp_path / "plain", positions=MOVING)
+    run(config)
+    run(replace(config, out=str(tmp_path / "recomputed"), speed=replace(config.speed, recompute=True)))
+    assert_same_checkpoint(checkpoint_at(tmp_path / "plain", TOTAL), checkpoint_at(tmp_path / "recomputed", TOTAL))
+    assert comparable(tmp_path / "plain") == comparable(tmp_path / "recomputed")
+
+
+def test_the_configuration_decides_whether_blocks_share_a_context():
+    for shared in (False, True):
+        config = tiny_config(predictor=PredictorConfig(16, 2, 2, shared_context=shared))
+        assert build_objective(from_json(to_json(config))).predictor.shared_context == shared
 
 
 def test_weights_really_move_and_depend_on_the_seed(tmp_path):
