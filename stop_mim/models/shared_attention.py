@@ -4,7 +4,7 @@ see each other. A kernel for NVIDIA GPUs computes what is seen and no more; else
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
@@ -38,26 +38,31 @@ class SharedContext:
 if triton is not None:
 
     @triton.jit
-    def _load(start, rows, columns, inside, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _load(start, rows, columns, inside, STRIDE: tl.constexpr):
         return tl.load(start + rows[:, None] * STRIDE + columns[None, :], mask=inside[:, None], other=0.0)
 
     @triton.jit
-    def _store(start, rows, columns, inside, values, STRIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _store(start, rows, columns, inside, values, STRIDE: tl.constexpr):
         values = values.to(start.dtype.element_ty)
         tl.store(start + rows[:, None] * STRIDE + columns[None, :], values, mask=inside[:, None])
 
     @triton.jit
-    def _scores(q, k, inside, log2_scale):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _scores(q, k, inside, log2_scale):
         return tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * log2_scale, -1e30)
 
     @triton.jit
-    def _own_weights(q, k, inside, log2_scale):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _own_weights(q, k, inside, log2_scale):
         scores = _scores(q, k, inside, log2_scale)
         weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
         return weights / tl.sum(weights, 1)[:, None]
 
     @triton.jit
-    def _weights(q, k, inside, k_context, inside_context, log2_scale):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _weights(q, k, inside, k_context, inside_context, log2_scale):
         """Softmax over the context and the own block together, in two parts."""
         seen, own = _scores(q, k_context, inside_context, log2_scale), _scores(q, k, inside, log2_scale)
         largest = tl.maximum(tl.max(seen, 1), tl.max(own, 1))[:, None]
@@ -66,7 +71,8 @@ if triton is not None:
         return seen / total, own / total
 
     @triton.jit
-    def _forward_kernel(  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _forward_kernel(
         qkv,
         output,
         n_context,
@@ -102,7 +108,8 @@ if triton is not None:
             _store(output, rows, columns, inside, attended, DIM)
 
     @triton.jit
-    def _backward_kernel(  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _backward_kernel(
         qkv,
         d_output,
         d_qkv,

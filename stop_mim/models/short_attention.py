@@ -7,7 +7,7 @@ it does not apply, timm's own attention does the same.
 
 import math
 from types import MethodType
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
@@ -30,19 +30,20 @@ BACKWARD_WARPS = {16: 1, 32: 2, 64: 4, 128: 4}
 if triton is not None:
 
     @triton.jit
-    def _load_head(start, offsets, inside):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _load_head(start, offsets, inside):
         return tl.load(start + offsets, mask=inside[:, None], other=0.0)
 
     @triton.jit
-    def _softmax(q, k, inside, log2_scale):  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _softmax(q, k, inside, log2_scale):
         scores = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * log2_scale, -1e30)
         weights = tl.exp2(scores - tl.max(scores, 1)[:, None])
         return weights / tl.sum(weights, 1)[:, None]
 
     @triton.jit
-    def _forward_kernel(  # type: ignore[no-untyped-def]
-        qkv, output, n, log2_scale, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
-    ):
+    @no_type_check
+    def _forward_kernel(qkv, output, n, log2_scale, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
         sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
         rows, columns = tl.arange(0, TILE), tl.arange(0, WIDTH)
         inside = rows < n
@@ -56,7 +57,8 @@ if triton is not None:
         tl.store(output + rows[:, None] * (HEADS * WIDTH) + columns[None, :], attended.to(q.dtype), inside[:, None])
 
     @triton.jit
-    def _backward_kernel(  # type: ignore[no-untyped-def]
+    @no_type_check
+    def _backward_kernel(
         qkv, d_output, d_qkv, n, log2_scale, scale, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
     ):
         sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS

@@ -78,7 +78,9 @@ def prepare_objective(objective: Objective, speed: SpeedConfig, device: torch.de
 
 
 def _call_with_half(layer: Callable[..., Tensor], tokens: Tensor, **options: Any) -> Tensor:
-    return layer(tokens.bfloat16(), **options)
+    # Outside autocast, where health is looked at, the layers take what they are given.
+    halves = torch.is_autocast_enabled(tokens.device.type)
+    return layer(tokens.bfloat16() if halves else tokens, **options)
 
 
 def _require_fp8(objective: Objective, half: bool, device: torch.device) -> None:

@@ -83,7 +83,7 @@ def pretended_gpu(monkeypatch):
     """torch.cuda as far as a captured step needs it."""
     monkeypatch.setattr(PretendedGraph, "instances", [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph.recording())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: graph.recording())
     monkeypatch.setattr(torch.cuda, "Stream", PretendedStream)
     monkeypatch.setattr(torch.cuda, "current_stream", PretendedStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -132,7 +132,7 @@ def test_a_replay_that_is_not_finite_changes_no_bit(pretended_gpu):
 @pytest.mark.parametrize("error", [RuntimeError("an operation waits\nfor the device"), RuntimeError()])
 def test_a_step_that_cannot_be_captured_is_taken_plainly_from_there_on(pretended_gpu, error):
     @contextlib.contextmanager
-    def recording(graph):
+    def recording(graph, **options):
         attempts.append(graph)
         raise error
         yield
@@ -150,7 +150,7 @@ def test_a_step_that_cannot_be_captured_is_taken_plainly_from_there_on(pretended
 
 def test_want_of_memory_in_a_capture_is_told(pretended_gpu):
     @contextlib.contextmanager
-    def recording(graph):
+    def recording(graph, **options):
         raise torch.OutOfMemoryError("out of memory")
         yield
 
@@ -161,7 +161,7 @@ def test_want_of_memory_in_a_capture_is_told(pretended_gpu):
 
 def test_what_follows_a_failed_capture_is_still_compiled(pretended_gpu):
     @contextlib.contextmanager
-    def recording(graph):
+    def recording(graph, **options):
         raise RuntimeError("no")
         yield
 
@@ -358,8 +358,8 @@ def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
 def test_batches_made_beside_the_step_are_the_same():
     def make():
         generator = torch.Generator(GPU).manual_seed(0)
-        for number in range(30):
-            images = torch.randn(64, 3, 224, 224, device=GPU, generator=generator)
+        for number in range(12):
+            images = torch.randn(32, 3, 224, 224, device=GPU, generator=generator)
             yield [(images * (number + 1), make_batches(number, 1)[0][1])]
 
     def consume(batches):
@@ -374,6 +374,6 @@ def test_batches_made_beside_the_step_are_the_same():
         return [(one.item(), other.item()) for one, other in sums]
 
     expected = consume(make())
-    assert len({one for one, _ in expected}) == 30
+    assert len({one for one, _ in expected}) == 12
     moved = ([(i, type(m)(m.context.to(GPU), m.targets.to(GPU))) for i, m in batch] for batch in make())
     assert consume(prefetched(moved, GPU)) == expected
