@@ -7,6 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,9 @@ def busy_seconds(work: Work, device: torch.device, steps: int) -> float | None:
     if device.type != "cuda":
         return None
     wait_for(device)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        # Some versions of torch tell that they forget what was recorded before, which is wanted here.
+        warnings.simplefilter("ignore")
         trace = Path(folder) / "trace.json"
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(steps):

@@ -3,10 +3,13 @@
 A label belongs to the image that is shown: an image that cannot be read is left out, never replaced by another one.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,6 +31,7 @@ IMAGES_A_PIECE = 64
 LEAST_IMAGES_A_BATCH = 2
 
 LabelledBatch = tuple[Float[Tensor, "batch 3 height width"], Int[Tensor, " batch"]]
+Item = TypeVar("Item")
 View = Callable[[UInt8[Tensor, "3 h w"], int], UInt8[Tensor, "3 h2 w2"]]
 
 
@@ -244,11 +248,40 @@ def labelled_views(
 def _stacked_views(
     stacked: Tensor, indices: Tensor, places: Sequence[Tensor], view: "_TestView", device: torch.device
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    for positions in places:
-        if len(positions):
-            pixels = stacked[indices[positions]]
-            pixels = pixels.pin_memory() if device.type == "cuda" else pixels
-            yield positions, view(pixels.to(device, non_blocking=True))
+    chosen = ((positions, indices[positions]) for positions in places if len(positions))
+    if device.type != "cuda":
+        for positions, numbers in chosen:
+            yield positions, view(stacked[numbers].to(device))
+        return
+    # Gathered and copied by a thread and a stream of their own, so that the encoder waits for neither.
+    consumer = torch.cuda.current_stream(device)
+    with closing(made_ahead(_copied(stacked, chosen, device))) as copies:
+        for positions, pixels, copied in copies:
+            consumer.wait_event(copied)
+            pixels.record_stream(consumer)
+            yield positions, view(pixels)
+
+
+def _copied(
+    stacked: Tensor, chosen: Iterable[tuple[Tensor, Tensor]], device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, torch.cuda.Event]]:
+    stream = torch.cuda.Stream(device)
+    for positions, numbers in chosen:
+        gathered = torch.empty(len(numbers), *stacked.shape[1:], dtype=stacked.dtype, pin_memory=True)
+        torch.index_select(stacked, 0, numbers, out=gathered)
+        with torch.cuda.stream(stream):
+            pixels = gathered.to(device, non_blocking=True)
+        yield positions, pixels, stream.record_event()
+
+
+def made_ahead(items: Iterator[Item], ahead: int = 2) -> Generator[Item, None, None]:
+    """The same items, so many of them made by a thread while the one before them is used."""
+    end = object()
+    with ThreadPoolExecutor(1) as maker:
+        waiting = deque(maker.submit(next, items, end) for _ in range(ahead))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(maker.submit(next, items, end))
+            yield cast(Item, item)
 
 
 @dataclass(frozen=True)

@@ -382,14 +382,15 @@ def test_bad_arguments_are_named():
         augment._uniform((2,), torch.device("meta"), seeded())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to see the host wait for it")
 def test_the_host_never_waits_for_the_device():
     images, sizes = random_bytes(16).cuda(), repeated((64, 96), 16).cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     transform = Augment(EVERYTHING, (24, 24))
     transform(images, generator)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         transform(images, generator, sizes)
         Augment(EVERYTHING, (32, 32)).without_crop(images, generator)
         augment.resize_batch(images, (48, 48))
