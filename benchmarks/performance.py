@@ -6,6 +6,7 @@ python benchmarks/performance.py --rows B S --steps 20
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,19 @@ L = {**B, "optim.batch_size": 128}
 S = {"masks.context_tokens": 20, "masks.target_tokens": 12}
 SHARED = {"predictor.shared_context": True, "predictor.heads": 6}
 EAGER = {"speed.compile": False, "speed.graph": False}
+# Kinds of kernels by their names, the first that fits.
+KERNELS = {
+    "nvjet|splitk|cublas|cutlass|gemm": "matrix products",
+    "sdpa|_forward_kernel|_backward_kernel|flash": "attention",
+    "layer_norm": "norms and sums of residuals",
+    "gelu": "GELU",
+    "lerp": "EMA of the target",
+    "fusedoptimizer": "AdamW",
+    "multi_tensor": "weight decay, norm of the gradient",
+    "reduce_kernel|red_fused": "sums: gradients of biases and norms",
+    "_to_copy": "casts",
+    "memset|memcpy": "copies",
+}
 OTHERS = {"plain": "plain PyTorch", "lightly": "lightly"}
 COARSE = {"speed.fp8_target": True, "speed.half_residual": True}
 
@@ -105,11 +119,25 @@ def row_main(name: str, data: str, device: str, bench: BenchConfig) -> None:
     busy = None if way in OTHERS else busy_seconds(work, workload.device, 5)
     if busy is not None:
         found["idle_part"] = max(0.0, 1 - busy / step.seconds.median)
+        found["kernels_milliseconds"] = kernel_groups(work, workload.device)
     if way == "parts":
         parts: dict[str, Spread] = measure_parts(workload, bench.steps, 3)
         found["parts_milliseconds"] = {part: spread.median * 1000 for part, spread in parts.items()}
     workload.close()
     print(json.dumps(found), flush=True)
+
+
+def kernel_groups(work, device: torch.device, steps: int = 3) -> dict[str, float]:
+    """Time of a step in kernels of each kind, by their names."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            work()
+        _wait(device)
+    groups: dict[str, float] = {}
+    for event in profiler.key_averages():
+        name = next((group for pattern, group in KERNELS.items() if re.search(pattern, event.key.lower())), "other")
+        groups[name] = groups.get(name, 0.0) + event.self_device_time_total / 1e3 / steps
+    return dict(sorted(groups.items(), key=lambda item: -item[1]))
 
 
 def _other_work(workload: Workload, name: str):
@@ -167,7 +195,7 @@ def _tell(row: dict) -> None:
         f"idle {idle:.1%}  {row['peak_gib']:.1f} GiB  first step {row['first_step_seconds']:.0f} s  batch {row['batch']}",
         flush=True,
     )
-    for name, value in row.get("parts_milliseconds", {}).items():
+    for name, value in (row.get("kernels_milliseconds", {}) | row.get("parts_milliseconds", {})).items():
         print(f"    {name:30s} {value:8.2f} ms", flush=True)
     for note in row["notes"]:
         print(f"    {note}", flush=True)
