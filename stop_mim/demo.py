@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from stop_mim.analysis.figures import loss_figure, positions_figure
+from stop_mim.analysis.demo_figures import loss_figure, positions_figure
 from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source

@@ -7,7 +7,9 @@ import torch
 from analysed_runs import pretend, probed
 
 from stop_mim.analysis import figures, theory
-from stop_mim.analysis.figures import FIGURES, STYLE, draw_figures, positions_figure, save_figure
+from stop_mim.analysis.demo_figures import positions_figure
+from stop_mim.analysis.drawing import STYLE, save_figure
+from stop_mim.analysis.figures import FIGURES, draw_figures
 from stop_mim.analysis.runs import open_run
 from stop_mim.errors import InputError
 from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig
