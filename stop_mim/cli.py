@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import io
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -268,6 +269,8 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; a mistake of the user's ends the process with one sentence and exit code 2."""
+    # Before torch is loaded: threads that wait by spinning hold up all others where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _dispatch(given)

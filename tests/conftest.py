@@ -4,6 +4,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+# Before torch is loaded, as the command line has it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 from jaxtyping import install_import_hook

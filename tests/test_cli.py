@@ -1,6 +1,7 @@
 """What a person types: each mistake is one sentence on stderr, exit code 2, and nothing written."""
 
 import io
+import os
 import subprocess
 import sys
 import tarfile
@@ -156,3 +157,12 @@ def test_a_run_is_made_refused_a_second_time_resumed_and_protected(capsys, tmp_p
 def test_the_module_is_what_torchrun_starts():
     asked = subprocess.run([sys.executable, "-m", "stop_mim", "--version"], capture_output=True, text=True, check=True)
     assert asked.stdout.startswith("stop-mim ")
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_wait_without_spinning_unless_somebody_wants_it(monkeypatch, capsys, given):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    main(["--version"])
+    assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
