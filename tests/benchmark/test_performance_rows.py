@@ -1,0 +1,53 @@
+"""The rows of benchmarks/performance.py: each can be built, and tells what it measures."""
+
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stop_mim.benchmark.config import BenchConfig
+from stop_mim.training.build import build_masks, build_objective
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "performance.py"
+
+
+@pytest.fixture(scope="module")
+def performance():
+    spec = importlib.util.spec_from_file_location("performance", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_row_has_the_sizes_that_it_is_named_after(performance):
+    for name in performance.ROWS:
+        config, way = performance.config_of(name, "images.parquet", "cpu")
+        with torch.device("meta"):
+            objective = build_objective(config)
+        masks = build_masks(config.masks, objective.encoder.grid)
+        if name.startswith("H/14"):
+            continue
+        wanted = (20, 12) if name.startswith("S") else (49, 33)
+        assert (masks.context_tokens, masks.target_tokens) == wanted, name
+        assert config.optim.batch_size == {"S": 2048 if "2048" in name else 512, "L": 128}.get(name[0], 256), name
+        assert (config.data == "images.parquet") == (way == "data"), name
+
+
+@pytest.mark.parametrize("way", ["step", "data", "plain", "parts"])
+def test_a_row_is_measured(performance, way, monkeypatch, capsys):
+    monkeypatch.setitem(performance.ROWS, "small", ("demo", {"positions.kind": "sincos"}, way))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    performance.row_main("small", "scenes:count=40,size=64", "cpu", BenchConfig(steps=1, repeats=1, warmup=1))
+    output = capsys.readouterr()
+    assert output.err == "ready\n"
+    row = json.loads(output.out.splitlines()[-1])
+    assert row["images_per_second"]["median"] * row["milliseconds"]["median"] == pytest.approx(1000 * row["batch"])
+    assert row["batch"] == 16
+    assert 0 < row["part_of_ceiling"] < 2
+    assert ("parts_milliseconds" in row) == (way == "parts")
+    performance._tell(row)
+    assert "images/s" in capsys.readouterr().out
