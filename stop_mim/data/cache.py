@@ -1,7 +1,13 @@
 """Where downloads and derived files live."""
 
+import math
 import os
 from pathlib import Path
+
+from stop_mim.errors import InputError
+
+DECODED_GIB = 4.0
+"""Sets of decoded images above this size are not kept."""
 
 
 def cache_folder() -> Path:
@@ -12,3 +18,15 @@ def cache_folder() -> Path:
 def download_folder() -> Path:
     """The folder of downloaded data sets: $STOP_MIM_DATA or ~/.cache/stop-mim/data."""
     return Path(os.environ.get("STOP_MIM_DATA") or "~/.cache/stop-mim/data").expanduser()
+
+
+def decoded_limit() -> int:
+    """The most bytes of a set of decoded images that is kept in the cache folder: $STOP_MIM_DECODED_GIB or 4 GiB; 0 is none."""
+    given = os.environ.get("STOP_MIM_DECODED_GIB") or str(DECODED_GIB)
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = math.nan
+    if not 0 <= limit < math.inf:
+        raise InputError(f"STOP_MIM_DECODED_GIB is '{given}': give a number of GiB, or 0 to keep no decoded images.")
+    return int(limit * 2**30)

@@ -1,21 +1,19 @@
 """Augmented batches on the training device, from any batch on: resident in its memory, or streamed by workers."""
 
 import os
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms.v2.functional import resize
 
 from stop_mim.data.augment import Augment
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.crops import CroppedImages, CropRequests, first_good
+from stop_mim.data.decoded import DecodedImages, Progress, decode_in_pieces, decoded_images, ignore_signals
 from stop_mim.data.gpu_decode import Decoder, GpuCrops, are_jpegs, gpu_decoder
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.images import BadImage
@@ -26,7 +24,6 @@ from stop_mim.seeds import seeded_generator
 
 LoaderMode = Literal["auto", "resident", "streaming"]
 Decode = Literal["auto", "cpu", "gpu"]
-Progress = Callable[[int, int], None]
 
 # Images of different sizes are stored this much larger than they are used, as 256 is to 224.
 STORED_TO_USED = 8 / 7
@@ -53,6 +50,7 @@ class StoredImages:
 
     pixels: UInt8[Tensor, "n 3 height width"]
     original_sizes: Int[Tensor, "n 2"] | None
+    from_cache: bool = False
 
 
 class ResidentLoader:
@@ -65,7 +63,8 @@ class ResidentLoader:
         self.n_images = len(self.pixels)
         height, width = self.pixels.shape[-2:]
         size = self.pixels.numel() / 2**30
-        self.description = f"resident: {self.n_images:,} images of {height}x{width}, {size:.2f} GiB on {device}"
+        origin = ", from the cache of decoded images" if stored.from_cache else ""
+        self.description = f"resident: {self.n_images:,} images of {height}x{width}, {size:.2f} GiB on {device}{origin}"
 
     def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
         """Endless batches, beginning with the one of number `first`."""
@@ -155,54 +154,73 @@ def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 heig
     return first_good(source, index, source.read)
 
 
-def ignore_signals(worker: int) -> None:
-    """Leave interruptions of a worker process to the main one."""
-    # Ctrl-C, and SIGTERM from timeout or Slurm, reach the whole process group: the main process saves, and ends its
-    # workers itself.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def store_images(
     source: ImageSource,
     used_size: tuple[int, int],
     bad_images: BadImages,
     progress: Progress | None = None,
     device: torch.device | str = "cpu",
+    workers: int = 0,
+    cached: bool = False,
 ) -> StoredImages:
-    """Decode all images once; images of different sizes are squashed to one, bad ones are left out."""
+    """Decode all images once; images of different sizes are squashed to one, bad ones are left out.
+
+    With `cached` images of one size come from the cache of decoded images, or go there.
+    """
     stacked = source.stacked()
     if stacked is not None:
         return StoredImages(stacked.to(device), None)
     common = common_size(source)
-    height, width = common or (round(used_size[0] * STORED_TO_USED), round(used_size[1] * STORED_TO_USED))
-    pixels = torch.empty(len(source), 3, height, width, dtype=torch.uint8, device=device)
-    sizes = torch.empty(len(source), 2, dtype=torch.long)
+    size = common or (round(used_size[0] * STORED_TO_USED), round(used_size[1] * STORED_TO_USED))
+    decoded = decoded_images(source, size, workers, progress) if cached and common is not None else None
+    if decoded is not None:
+        return _from_cache(decoded, source, bad_images, device)
+    pixels = torch.empty(len(source), 3, *size, dtype=torch.uint8, device=device)
+    bad: dict[int, str] = {}
+    sizes: dict[int, tuple[int, int]] = {}
     kept = 0
-    for number, image in enumerate(_read_in_threads(source), start=1):
-        if isinstance(image, BadImage):
-            bad_images.add(str(image))
-        else:
-            fits = tuple(image.shape[-2:]) == (height, width)
-            sizes[kept] = torch.tensor(image.shape[-2:])
-            pixels[kept] = image if fits else resize(image, [height, width], antialias=True)
-            kept += 1
+    for piece in decode_in_pieces(source, size, workers):
+        _tell_bad(source, piece.bad, bad_images)
+        good = piece.pixels[_all_but(len(piece.pixels), [index - piece.first for index in piece.bad])]
+        pixels[kept : kept + len(good)] = good
+        kept += len(good)
+        bad.update(piece.bad)
+        sizes.update(piece.sizes)
         if progress is not None:
-            progress(number, len(source))
-    one_size = bool((sizes[:kept] == torch.tensor([height, width])).all())
-    return StoredImages(pixels[:kept], None if one_size else sizes[:kept])
+            progress(piece.first + len(piece.pixels), len(source))
+    return StoredImages(pixels[:kept], _original_sizes(len(source), size, sizes, bad))
 
 
-def _read_in_threads(source: ImageSource, ahead: int = 1024) -> Iterator[Tensor | BadImage]:
-    def read(index: int) -> Tensor | BadImage:
-        try:
-            return source.read(index)
-        except BadImage as error:
-            return error
+def _from_cache(
+    decoded: DecodedImages, source: ImageSource, bad_images: BadImages, device: torch.device | str
+) -> StoredImages:
+    record = decoded.record
+    _tell_bad(source, record.bad, bad_images)
+    pixels = decoded.pixels[_all_but(len(source), record.bad)] if record.bad else decoded.pixels
+    size = (pixels.shape[2], pixels.shape[3])
+    sizes = _original_sizes(len(source), size, record.sizes, record.bad)
+    return StoredImages(pixels.to(device), sizes, from_cache=not decoded.fresh)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start in range(0, len(source), ahead):
-            yield from pool.map(read, range(start, min(start + ahead, len(source))))
+
+def _tell_bad(source: ImageSource, bad: Mapping[int, str], bad_images: BadImages) -> None:
+    for index, reason in bad.items():
+        bad_images.add(str(BadImage(source.describe(index), reason)))
+
+
+def _all_but(count: int, places: Iterable[int]) -> Bool[Tensor, " n"]:
+    kept = torch.ones(count, dtype=torch.bool)
+    kept[list(places)] = False
+    return kept
+
+
+def _original_sizes(
+    count: int, size: tuple[int, int], sizes: Mapping[int, tuple[int, int]], bad: Iterable[int]
+) -> Int[Tensor, "n 2"] | None:
+    if not sizes:
+        return None
+    found = torch.tensor([size]).repeat(count, 1)
+    found[list(sizes)] = torch.tensor(list(sizes.values()))
+    return found[_all_but(count, bad)]
 
 
 def common_size(source: ImageSource) -> tuple[int, int] | None:
@@ -259,7 +277,7 @@ def open_loader(
         mode = choose_mode(source, device, processes_on_host)
     if mode == "streaming":
         return _open_streaming(source, augment, device, bad_images, seed, rank, workers, decode)
-    stored = store_images(source, augment.size, bad_images, progress, device)
+    stored = store_images(source, augment.size, bad_images, progress, device, workers, cached=True)
     return ResidentLoader(stored, augment, device, seed, rank)
 
 

@@ -12,6 +12,14 @@ TaskName = Literal["all", "linear", "linear-sgd", "low-shot", "knn", "finetune",
 
 
 @dataclass(frozen=True)
+class LinearOptions:
+    """The fast linear probe."""
+
+    standardise: tuple[bool, ...] = (True, False)
+    """With standardised features (+bn), without, or both; the held-out images choose."""
+
+
+@dataclass(frozen=True)
 class LowShotConfig:
     """How few labels are used."""
 
@@ -82,6 +90,7 @@ class EvaluateConfig:
     """File for all results, as JSON."""
     csv: Path | None = None
     """File for all results, a number a line."""
+    linear: LinearOptions = field(default_factory=LinearOptions)
     low_shot: LowShotConfig = field(default_factory=LowShotConfig)
     knn: KnnConfig = field(default_factory=KnnConfig)
     linear_sgd: LinearSGDOptions = field(default_factory=LinearSGDOptions)

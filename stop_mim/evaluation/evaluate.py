@@ -13,15 +13,23 @@ from rich.console import Console
 from torch import Tensor
 
 from stop_mim.data.cache import cache_folder
+from stop_mim.data.decoded import DecodedSource
 from stop_mim.data.image_lists import draw_fraction, draw_per_class, read_image_list
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.data.loader import Progress, resident_budget
+from stop_mim.data.loader import Progress, common_size, resident_budget
 from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
-from stop_mim.evaluation.config import EvaluateConfig, TaskName
+from stop_mim.evaluation.config import EvaluateConfig, LinearOptions, TaskName
 from stop_mim.evaluation.encoders import NamedEncoder, open_encoder
-from stop_mim.evaluation.features import Features, centre_view, encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.features import (
+    Features,
+    View,
+    centre_view,
+    encoder_fingerprint,
+    extract_features,
+    features_folder,
+)
 from stop_mim.evaluation.finetune import FinetuneConfig, finetune
 from stop_mim.evaluation.knn import knn
 from stop_mim.evaluation.labelled_training import images_at_a_time, workers_for
@@ -60,6 +68,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
     if not names:
         raise InputError("evaluate needs an encoder first: a run's folder, a file, timm:NAME, hf:NAME or masks:FOLDER.")
     _check_outputs(config)
+    if not config.linear.standardise:
+        raise InputError("linear.standardise is empty: give True, False or both.")
     with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
         session = Session(config, ranks, display)
         found: list[Evaluation] = []
@@ -103,6 +113,8 @@ class Session:
         self.config, self.ranks, self.display = config, ranks, display
         self.opened: list[NamedEncoder | GivenMasks] = []
         self._features: dict[str, Features] = {}
+        self._fingerprints: dict[str, str] = {}
+        self._folders: dict[tuple[object, ...], Path] = {}
         videos, images = self._kinds_of_data()
         self.tasks = self._tasks(videos, images)
         wants_images = any(task != "video" for task in self.tasks)
@@ -182,6 +194,7 @@ class Session:
         if isinstance(named, GivenMasks):
             yield self._video(named)
             return
+        self._look_at_weights(named)
         named.encoder.to(self.ranks.device).eval()
         for task in self.tasks:
             if task == "video":
@@ -190,6 +203,30 @@ class Session:
             for data in self.data:
                 if task != "clevr" or data.label in CLEVR_LABELS:
                     yield self._image_task(named, task, data)
+
+    def _look_at_weights(self, named: NamedEncoder) -> None:
+        """All that is named after the weights, while they are in this machine's memory: from a GPU each is fetched alone."""
+        self._fingerprint(named)
+        if any(task not in SHARED_TASKS and task != "video" for task in self.tasks):
+            for data in self.data:
+                for labelled in (data.train, data.test):
+                    self._folder(named, labelled.source, self._view(named, data))
+
+    def _fingerprint(self, named: NamedEncoder) -> str:
+        if named.name not in self._fingerprints:
+            self._fingerprints[named.name] = encoder_fingerprint(named.encoder)
+        return self._fingerprints[named.name]
+
+    def _folder(self, named: NamedEncoder, source: ImageSource, view: View) -> Path:
+        key = named.name, id(source), view
+        if key not in self._folders:
+            layers, device = self._layers(named), self.ranks.device
+            self._folders[key] = features_folder(named.encoder, source, view, layers, device)
+        return self._folders[key]
+
+    def _view(self, named: NamedEncoder, data: TaskData) -> View:
+        size = named.encoder.image_size
+        return centre_view(fitted(self._protocol(data), data.train.source, size).test_view, size)
 
     def _image_task(self, named: NamedEncoder, task: TaskName, data: TaskData) -> Evaluation:
         protocol = fitted(self._protocol(data), data.train.source, named.encoder.image_size)
@@ -220,7 +257,7 @@ class Session:
         details: dict[str, Any] | None = None,
     ) -> Evaluation:
         if isinstance(named, NamedEncoder):
-            facts = {"encoder_fingerprint": encoder_fingerprint(named.encoder), **facts}
+            facts = {"encoder_fingerprint": self._fingerprint(named), **facts}
         around = environment()
         facts |= {"date": today(), "versions": around["packages"], "python": around["python"], "gpu": around["gpu"]}
         facts |= {"device": str(self.ranks.device), "processes": self.ranks.world_size}
@@ -237,7 +274,11 @@ class Session:
     def _settings(self, task: TaskName, protocol: LinearProtocol) -> dict[str, Any]:
         """All that decided the numbers, beside data and encoder."""
         config = self.config
+        # Results from before there was a choice are of the usual one, and to be replaced by the same.
+        fast_linear = {} if config.linear == LinearOptions() else asdict(config.linear)
         own: dict[TaskName, Any] = {
+            "linear": lambda: fast_linear,
+            "clevr": lambda: fast_linear,
             "linear-sgd": lambda: asdict(self._sgd(protocol)),
             "low-shot": lambda: {**asdict(config.low_shot), "list_file": str(config.low_shot.list_file or "")},
             "knn": lambda: asdict(config.knn),
@@ -268,6 +309,7 @@ class Session:
                 test_labels,
                 data.classes,
                 device,
+                standardise=config.linear.standardise,
                 seed=config.seed,
                 progress=bar,
             )
@@ -312,7 +354,7 @@ class Session:
 
     def _state_file(self, named: NamedEncoder, task: str, data: TaskData, settings: dict[str, Any]) -> Path:
         """Where a long evaluation is kept while it is under way; it is removed when it is done."""
-        parts = [encoder_fingerprint(named.encoder), named.encoder.image_size, task, data.train.fingerprint(), settings]
+        parts = [self._fingerprint(named), named.encoder.image_size, task, data.train.fingerprint(), settings]
         return cache_folder() / "evaluations" / f"{digest(parts)}.safetensors"
 
     def _sgd(self, protocol: LinearProtocol) -> LinearSGDConfig:
@@ -362,19 +404,21 @@ class Session:
         return parts[0], parts[1], parts[2], parts[3]
 
     def _source_features(self, named: NamedEncoder, source: ImageSource, protocol: LinearProtocol) -> Features:
-        view, layers = centre_view(protocol.test_view, named.encoder.image_size), self._layers(named)
-        folder = features_folder(named.encoder, source, view, layers, self.ranks.device)
+        view = centre_view(protocol.test_view, named.encoder.image_size)
+        folder = self._folder(named, source, view)
         if str(folder) not in self._features:
             speed = self.config.speed
+            workers, size = workers_for(speed, self.ranks), common_size(source)
+            decoding = self._bar(f"decoding {source.name}")
             self._features[str(folder)] = extract_features(
                 named.encoder,
-                source,
+                source if size is None else DecodedSource(source, size, workers, decoding),
                 view,
-                layers,
+                self._layers(named),
                 self.ranks,
                 folder,
                 images_at_a_time(speed),
-                workers_for(speed, self.ranks),
+                workers,
                 self._bar(f"{named.name} features of {source.name}"),
             )
         return self._features[str(folder)]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from stop_mim.evaluation.accuracy import top_accuracy
 from stop_mim.evaluation.minimiser import minimise
@@ -115,7 +116,77 @@ class TrainingFeatures:
 
         start = torch.zeros(problems, classes * (k + 1), device=self.device)
         found = minimise(objective, start, steps, HISTORY, tick).view(problems, classes, k + 1) * stretch
-        return [LinearProbe(self.mean, self.std, one[:, :k] @ self.components.T, one[:, k]) for one in found]
+        return [self.probe(one) for one in found]
+
+    def inputs(self) -> Float[Tensor, "n k"]:
+        """All features along the principal components, of a set in memory."""
+        assert self.projected is not None
+        return self.projected
+
+    def probe(self, weights: Float[Tensor, "classes k_and_more"]) -> LinearProbe:
+        """The probe of weights along the principal components, which come first, and of biases, which come last."""
+        k = len(self.curvatures)
+        return LinearProbe(self.mean, self.std, weights[:, :k] @ self.components.T, weights[:, -1])
+
+
+@torch.no_grad()
+def fit_together(
+    trainings: Sequence[TrainingFeatures],
+    penalties: Sequence[Sequence[float]],
+    steps: int = STEPS,
+    at_once: int | None = None,
+) -> list[list[LinearProbe]]:
+    """What `fit` finds for each of several small sets in memory and its penalties, equally many; all searched for at once.
+
+    A GPU waits for the interpreter in each step of a small search: many searches in one wait no longer than a single one.
+    On the CPU, which would only have more numbers to move, each is on its own unless `at_once` says otherwise.
+    """
+    widest = max(len(training.curvatures) for training in trainings)
+    most_rows, classes, problems = max(one.count for one in trainings), trainings[0].classes, len(penalties[0])
+    # The search remembers two points for each step of its history.
+    numbers = problems * classes * (most_rows + 2 * HISTORY * (widest + 1))
+    if at_once is None:
+        at_once = 1 if trainings[0].device.type == "cpu" else max(1, LOGITS_AT_A_TIME // numbers)
+    found: list[list[LinearProbe]] = []
+    for start in range(0, len(trainings), at_once):
+        part = slice(start, start + at_once)
+        found += _fit_stacked(trainings[part], penalties[part], steps)
+    return found
+
+
+def _fit_stacked(
+    trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]], steps: int
+) -> list[list[LinearProbe]]:
+    if len(trainings) == 1 or any(training.projected is None for training in trainings):
+        return [training.fit(own, steps) for training, own in zip(trainings, penalties, strict=True)]
+    sets, problems, classes = len(trainings), len(penalties[0]), trainings[0].classes
+    k, device = max(len(one.curvatures) for one in trainings), trainings[0].device
+    inputs = pad_sequence([F.pad(one.inputs(), (0, k - len(one.curvatures))) for one in trainings], batch_first=True)
+    labels = pad_sequence([torch.cat(one.labels) for one in trainings], batch_first=True)
+    # A row that only fills up weighs nothing, and a component that only fills up stays at zero.
+    shares = pad_sequence([inputs.new_full((one.count,), 1 / one.count) for one in trainings], batch_first=True)
+    curvatures = pad_sequence([one.curvatures for one in trainings], batch_first=True, padding_value=1.0)
+    strengths = torch.tensor(penalties, device=device)[..., None].expand(-1, -1, k)
+    strengths = F.pad(strengths, (0, 1))[:, :, None]
+    evenly = 1 / classes * (1 - 1 / classes)
+    stretch = (evenly * F.pad(curvatures, (0, 1), value=1.0)[:, None, None] + strengths).rsqrt()
+    index = labels[..., None, None].expand(-1, -1, problems, 1)
+    weighed = shares[..., None, None]
+
+    def objective(points: Tensor) -> tuple[Tensor, Tensor]:
+        weights = points.view(sets, problems, classes, k + 1) * stretch
+        flat, biases = weights[..., :k].flatten(1, 2), weights[..., k].flatten(1)
+        logits = torch.baddbmm(biases[:, None], inputs, flat.transpose(1, 2)).view(sets, -1, problems, classes)
+        logs = logits.log_softmax(3)
+        values = 0.5 * (strengths * weights.square()).sum((2, 3)) - (logs.gather(3, index) * weighed).sum((1, 3))
+        slopes = logs.exp_().scatter_add_(3, index, logs.new_full(index.shape, -1.0)).mul_(weighed).flatten(2)
+        along = torch.cat([slopes.transpose(1, 2) @ inputs, slopes.sum(1)[..., None]], 2)
+        gradients = strengths * weights + along.view_as(weights)
+        return values.flatten(), (gradients * stretch).view_as(points)
+
+    start = torch.zeros(sets * problems, classes * (k + 1), device=device)
+    found = minimise(objective, start, steps, HISTORY).view(sets, problems, classes, k + 1) * stretch
+    return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
 
 
 def _statistics(chunks: Chunks, device: torch.device) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:
@@ -143,6 +214,14 @@ class Chosen:
     held_out: float
 
 
+def held_out(count: int, seed: int = 0) -> Bool[Tensor, " n"]:
+    """Which of so many training images are kept back to choose by."""
+    order = torch.randperm(count, generator=seeded_generator("cpu", seed, "held out"))
+    held = torch.zeros(count, dtype=torch.bool)
+    held[order[: max(1, min(MOST_HELD_OUT, int(count * HELD_OUT_PART)))]] = True
+    return held
+
+
 def choose_penalty(
     chunks: Chunks,
     labels: Int[Tensor, " n"],
@@ -154,9 +233,7 @@ def choose_penalty(
     done: FitProgress | None = None,
 ) -> Chosen:
     """The penalty that does best on a held-out part of these images; of equals, the strongest."""
-    order = torch.randperm(len(labels), generator=seeded_generator("cpu", seed, "held out"))
-    held = torch.zeros(len(labels), dtype=torch.bool)
-    held[order[: max(1, min(MOST_HELD_OUT, int(len(order) * HELD_OUT_PART)))]] = True
+    held = held_out(len(labels), seed)
     labels = labels.cpu()
     parts = held.split([len(chunk) for chunk in chunks])
     used = [chunk[~part.to(chunk.device)] for chunk, part in zip(chunks, parts, strict=True)]

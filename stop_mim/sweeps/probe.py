@@ -11,7 +11,7 @@ from rich.console import Console
 from stop_mim.data.image_lists import read_image_list
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError
-from stop_mim.evaluation.config import EvaluateConfig, LowShotConfig, TaskName
+from stop_mim.evaluation.config import EvaluateConfig, LinearOptions, LowShotConfig, TaskName
 from stop_mim.evaluation.evaluate import evaluate
 from stop_mim.evaluation.features import encoder_fingerprint, pooled_features
 from stop_mim.evaluation.linear import linear_probe
@@ -36,6 +36,8 @@ class Probe:
     tasks: tuple[TaskName, ...] = ()
     amounts: tuple[str, ...] = ("1%",)
     list_file: str | None = None
+    standardise: tuple[bool, ...] = (True, False)
+    """Of the linear probe on labelled images: with standardised features, without, or both."""
     seed: int = 0
     """Of held-out parts and draws: the same for every run, so that runs differ in their encoders alone."""
 
@@ -73,6 +75,7 @@ def _evaluation_of(probe: Probe, speed: SpeedConfig) -> EvaluateConfig:
         data=probe.data,
         test_data=probe.test_data,
         seed=probe.seed,
+        linear=LinearOptions(standardise=probe.standardise),
         low_shot=LowShotConfig(amounts=probe.amounts, list_file=list_file),
         speed=speed,
     )

@@ -56,14 +56,14 @@ def choose_side_by_side(asked: int | None, config: TrainConfig, image_bytes: int
 
 
 def slot_environments(side_by_side: int, device: str, given: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """What each process finds in its environment: its own share of the cores, or one of the GPUs."""
-    if choose_device(device).type == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // side_by_side)
-        shared = side_by_side > 1 and "OMP_NUM_THREADS" not in given
-        return [{"OMP_NUM_THREADS": str(threads)} if shared else {} for _ in range(side_by_side)]
-    if ":" in device or torch.cuda.device_count() == 1:
-        return [{} for _ in range(side_by_side)]
-    visible = given.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if visible == [""]:
-        visible = [str(number) for number in range(torch.cuda.device_count())]
-    return [{"CUDA_VISIBLE_DEVICES": name} for _ in range(side_by_side) for name in visible]
+    """What each process finds in its environment: its own share of the cores, and one of the GPUs where there are several."""
+    visible = [""]
+    if choose_device(device).type == "cuda" and ":" not in device and torch.cuda.device_count() > 1:
+        visible = given.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if visible == [""]:
+            visible = [str(number) for number in range(torch.cuda.device_count())]
+    places = [{"CUDA_VISIBLE_DEVICES": name} if name else {} for _ in range(side_by_side) for name in visible]
+    if len(places) > 1 and "OMP_NUM_THREADS" not in given:
+        threads = str(max(1, (os.cpu_count() or 1) // len(places)))
+        places = [{**place, "OMP_NUM_THREADS": threads} for place in places]
+    return places

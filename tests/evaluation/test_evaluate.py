@@ -19,7 +19,16 @@ from safetensors.torch import save_file
 from stop_mim.cli import main
 from stop_mim.data import videos
 from stop_mim.errors import InputError
-from stop_mim.evaluation.config import EvaluateConfig, KnnConfig, LinearSGDOptions, LowShotConfig, VideoConfig
+from stop_mim.evaluation import evaluate as evaluate_module
+from stop_mim.evaluation import features as features_module
+from stop_mim.evaluation.config import (
+    EvaluateConfig,
+    KnnConfig,
+    LinearOptions,
+    LinearSGDOptions,
+    LowShotConfig,
+    VideoConfig,
+)
 from stop_mim.evaluation.evaluate import evaluate
 from stop_mim.evaluation.finetune import FinetuneConfig
 from stop_mim.evaluation.video import PropagationConfig
@@ -341,3 +350,62 @@ def test_two_processes_share_the_work(run, colours, tmp_path):
     assert two[0]["facts"]["processes"] == 2
     assert two[0]["metrics"] == pytest.approx(one[0].metrics)
     assert two[1]["metrics"]["linear_sgd/top1"] == pytest.approx(one[1].metrics["linear_sgd/top1"], abs=15)
+
+
+@pytest.fixture
+def alike(tmp_path):
+    """Images of one size, of two classes."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 10), ("test", 4)):
+        for place, name in enumerate(("dark", "light")):
+            folder = tmp_path / "alike" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 120, (40, 40, 3)) + 120 * place
+                PIL.Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{name}_{number}.png")
+    return tmp_path / "alike"
+
+
+def test_images_are_decoded_for_the_first_encoder_alone(run, alike, monkeypatch):
+    config = replace(QUICK, task=("knn",), data=str(alike))
+    monkeypatch.setenv("STOP_MIM_DECODED_GIB", "0")
+    (expected,) = evaluate([f"untrained:{run}"], config, silent())
+    shutil.rmtree(Path(os.environ["STOP_MIM_CACHE"]) / "features")
+    monkeypatch.delenv("STOP_MIM_DECODED_GIB")
+    monkeypatch.setattr("stop_mim.data.decoded.LEAST_CACHED_BYTES", 1)
+    evaluate([str(run)], config, silent())
+    monkeypatch.setattr("stop_mim.data.image_source.decode_image", lambda *arguments: pytest.fail("decoded again"))
+    (found,) = evaluate([f"untrained:{run}"], config, silent())
+    assert found.metrics == expected.metrics
+    assert found.facts["data_fingerprint"] == expected.facts["data_fingerprint"]
+
+
+def test_the_weights_are_looked_at_once_for_all_tasks_before_they_move(run, alike, monkeypatch):
+    looked = []
+
+    def fingerprint(encoder, original=features_module.encoder_fingerprint):
+        looked.append(next(encoder.parameters()).device)
+        return original(encoder)
+
+    for module in (features_module, evaluate_module):
+        monkeypatch.setattr(module, "encoder_fingerprint", fingerprint)
+    config = replace(QUICK, task=("linear", "knn", "low-shot"), data=str(alike))
+    found = evaluate([str(run)], config, silent())
+    # Its own, and once in the name of the features of each split.
+    assert len(looked) == 3
+    assert len({one.facts["encoder_fingerprint"] for one in found}) == 1
+
+
+def test_the_linear_probe_can_be_of_standardised_features_alone(run, alike):
+    config = replace(QUICK, task=("linear",), data=str(alike))
+    (both,) = evaluate([str(run)], config, silent())
+    (one,) = evaluate([str(run)], replace(config, linear=LinearOptions((True,))), silent())
+    assert {name for name in names_of(both) - names_of(one) if name.endswith("top1")} == {
+        "linear/last1/top1",
+        "linear/last2/top1",
+    }
+    assert one.metrics["linear/last2+bn/top1"] == both.metrics["linear/last2+bn/top1"]
+    assert one.protocol["standardise"] == (True,)
+    assert "standardise" not in both.protocol
+    with pytest.raises(InputError, match="standardise is empty"):
+        evaluate([str(run)], replace(config, linear=LinearOptions(())), silent())

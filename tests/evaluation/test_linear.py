@@ -1,12 +1,21 @@
 """The fast linear probe against scikit-learn on the same features, and its choices without the test set."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from stop_mim.evaluation.linear import PENALTIES, TrainingFeatures, choose_penalty, fit_linear_probe, linear_probe
+from stop_mim.evaluation.linear import (
+    PENALTIES,
+    TrainingFeatures,
+    choose_penalty,
+    fit_linear_probe,
+    fit_together,
+    linear_probe,
+)
 
 CPU = torch.device("cpu")
 
@@ -142,3 +151,27 @@ def test_real_features_agree_with_scikit_learn(real_data):
     reference = scikit(features[:1200], labels[:1200], 1e-2, scaler)
     theirs = reference.score(scaler.transform(features[1200:]), labels[1200:])
     assert probe.accuracy(features[1200:], labels[1200:]) == pytest.approx(theirs, abs=0.003)
+
+
+def test_sets_fitted_together_are_fitted_as_each_alone(clusters):
+    features, labels, test_features, _ = clusters
+    wide = torch.randn(60, 20, generator=torch.Generator().manual_seed(2)) @ torch.randn(20, 20)
+    # Other numbers of images and, in the last, of directions with any variance.
+    sets = [(features[:150], labels[:150]), (5 * features[200:500], labels[200:500]), (wide[:12], labels[:12])]
+    trainings = [TrainingFeatures([inputs], own, 5, CPU) for inputs, own in sets]
+    assert len({len(training.curvatures) for training in trainings}) > 1
+    penalties = [(1e-1, 1e-3), (1e-2, 1e-3), (1e-1, 1e-2)]
+    alone = [training.fit(own) for training, own in zip(trainings, penalties, strict=True)]
+    for at_once in (None, 1, 2, 3):
+        together = fit_together(trainings, penalties, at_once=at_once)
+        for one, other in zip(chain(*alone), chain(*together), strict=True):
+            torch.testing.assert_close(
+                other.logits(test_features).softmax(1), one.logits(test_features).softmax(1), atol=3e-3, rtol=0
+            )
+
+
+def test_kinds_of_features_can_be_left_out(clusters):
+    features, labels, test_features, test_labels = clusters
+    scores = dict(linear_probe({"last1": [features]}, labels, {"last1": [test_features]}, test_labels, 5, CPU, (True,)))
+    assert {name.split("/")[1] for name in scores} == {"last1+bn", "top1", "penalty", "held_out"}
+    assert scores["linear/top1"] == scores["linear/last1+bn/top1"]

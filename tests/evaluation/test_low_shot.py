@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from stop_mim.evaluation.linear import PENALTIES, fit_linear_probe
-from stop_mim.evaluation.low_shot import DEFAULT_PENALTY, choose_penalty_by_folds, low_shot
+from stop_mim.evaluation import low_shot as low_shot_module
+from stop_mim.evaluation.linear import PENALTIES, choose_penalty, fit_linear_probe, fit_together
+from stop_mim.evaluation.low_shot import DEFAULT_PENALTY, choose_penalties, choose_penalty_by_folds, low_shot
 
 
 @pytest.fixture
@@ -50,3 +51,25 @@ def test_the_penalty_comes_from_folds_of_the_few(clusters):
 def test_with_one_image_a_class_nothing_can_be_held_out(clusters):
     features, labels = clusters
     assert choose_penalty_by_folds(features[:7], labels[:7], 7).penalty == DEFAULT_PENALTY
+
+
+def test_draws_together_choose_what_each_would_alone(clusters, monkeypatch):
+    features, labels = clusters
+    draws = [(features[part : part + size], labels[part : part + size]) for part, size in ((0, 70), (70, 21), (7, 7))]
+    alone = [choose_penalty_by_folds(*draw, 7) for draw in draws]
+    assert alone[2].penalty == DEFAULT_PENALTY
+    monkeypatch.setattr(
+        low_shot_module, "fit_together", lambda trainings, penalties: fit_together(trainings, penalties, at_once=20)
+    )
+    together = choose_penalties(draws, 7)
+    assert [one.penalty for one in together] == [one.penalty for one in alone]
+    np.testing.assert_allclose([one.held_out for one in together], [one.held_out for one in alone], atol=0.03)
+
+
+def test_of_many_labels_one_part_is_held_out_as_by_the_linear_probe(clusters, monkeypatch):
+    features, labels = clusters
+    monkeypatch.setattr(low_shot_module, "FEW", 100)
+    ours = choose_penalty_by_folds(features, labels, 7, seed=3)
+    theirs = choose_penalty([features], labels, 7, torch.device("cpu"), seed=3)
+    assert ours.penalty == theirs.penalty
+    assert ours.held_out == pytest.approx(theirs.held_out)

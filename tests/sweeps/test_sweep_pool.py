@@ -153,12 +153,15 @@ def test_runs_on_the_cpu_share_its_cores(monkeypatch):
 def test_runs_on_several_gpus_are_dealt_out(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert slot_environments(2, "auto", {}) == [{"CUDA_VISIBLE_DEVICES": name} for name in "0101"]
-    assert slot_environments(1, "cuda", {"CUDA_VISIBLE_DEVICES": "5,7"}) == [
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    shared = {"OMP_NUM_THREADS": "4"}
+    assert slot_environments(2, "auto", {}) == [{"CUDA_VISIBLE_DEVICES": name, **shared} for name in "0101"]
+    assert slot_environments(1, "cuda", {"CUDA_VISIBLE_DEVICES": "5,7", "OMP_NUM_THREADS": "3"}) == [
         {"CUDA_VISIBLE_DEVICES": "5"},
         {"CUDA_VISIBLE_DEVICES": "7"},
     ]
-    assert slot_environments(2, "cuda:1", {}) == [{}, {}]
+    assert slot_environments(4, "cuda:1", {}) == [shared] * 4
+    assert slot_environments(1, "cuda:1", {}) == [{}]
 
 
 def test_how_many_runs_fit_on_a_gpu():

@@ -15,6 +15,7 @@ from stop_mim.sweeps.grid import with_overrides
 from stop_mim.sweeps.outcome import Outcome, read_outcome, write_outcome
 from stop_mim.sweeps.plan import make_plan
 from stop_mim.sweeps.probe import Probe
+from stop_mim.sweeps.scales import SCALES
 from stop_mim.sweeps.worker import Inbox, attempt, sentence
 from stop_mim.training.interruption import catch_interruption
 from stop_mim.training.loop import train
@@ -52,14 +53,15 @@ def test_labelled_images_are_probed_by_the_tasks_of_evaluate(job, tmp_path):
             for number in range(count):
                 noisy = np.clip(random.normal(grey, 20, (32, 32, 3)), 0, 255).astype(np.uint8)
                 PIL.Image.fromarray(noisy).save(tmp_path / "images" / split / name / f"{number}.png")
-    probe = Probe("labelled", str(tmp_path / "images"), tasks=("linear", "knn", "low-shot"), amounts=("2",))
+    probe = replace(SCALES["tiny-imagenet"].probe, data=str(tmp_path / "images"), amounts=("2",))
     probe.check()
     short = with_overrides(job.config, {"optim.epochs": 1})
     assert attempt(replace(job, config=short, probe=probe), silent())
     metrics = read_outcome(job.folder).metrics
     # Grey levels are told apart by any encoder.
     assert metrics["linear/top1"] == 100
-    assert {"knn/top1@10", "low-shot/2/top1", "health/A_norm"} <= set(metrics)
+    assert {"knn/top1@10", "low-shot/2/top1", "health/A_norm", "linear/last1+bn/top1"} <= set(metrics)
+    assert "linear/last1/top1" not in metrics, "of the linear probe's kinds of features half are left out"
     assert not [name for name in metrics if name.startswith("low-shot") and "@" in name]
     assert {one["task"] for one in read_results(job.folder / "results.json")} == {"linear", "knn", "low-shot"}
 
