@@ -1,5 +1,7 @@
 """The predictor: a narrow transformer from context and masked tokens to the features of the targets."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from timm.models.vision_transformer import Block
@@ -17,6 +19,36 @@ def context_projection(encoder_dim: int, width: int) -> nn.Linear:
     nn.init.trunc_normal_(projection.weight, std=PROJECTION_INIT_STD)
     nn.init.zeros_(projection.bias)
     return projection
+
+
+class LastBlock(Block):
+    """timm's layer, whose second half works for the last tokens alone: nobody asks for the others any more."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch n width"],
+        attn_mask: Any = None,
+        is_causal: bool = False,
+        n_wanted: int | None = None,
+    ) -> Float[Tensor, "batch n_wanted width"]:
+        """The last `n_wanted` tokens after the layer; not given: all."""
+        first = 0 if n_wanted is None else x.shape[1] - n_wanted
+        attended = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
+        wanted = x[:, first:] + attended[:, first:]
+        return wanted + self.drop_path2(self.ls2(self.mlp(self.norm2(wanted))))
+
+
+class PredictorBlocks(nn.Sequential):
+    """The layers: tokens in, the last tokens out."""
+
+    def forward(  # type: ignore[override]
+        self, tokens: Float[Tensor, "batch n width"], n_wanted: int, layout: SharedContext | None = None
+    ) -> Float[Tensor, "batch n_wanted width"]:
+        """The last `n_wanted` tokens after all layers; `layout` tells blocks that share a context."""
+        *others, last = self
+        for block in others:
+            tokens = block(tokens, attn_mask=layout)
+        return last(tokens, attn_mask=layout, n_wanted=n_wanted)
 
 
 class Predictor(nn.Module):
@@ -43,7 +75,8 @@ class Predictor(nn.Module):
             raise InputError(f"predictor.heads is {heads}: the predictor's width, {width}, must be a multiple of it.")
         if positions.dim != width:
             raise InputError(f"The positions have {positions.dim} features and the predictor {width}: make them equal.")
-        self.blocks = nn.Sequential(*(Block(width, heads, mlp_ratio, qkv_bias=True) for _ in range(depth)))
+        kinds = [*[Block] * (depth - 1), LastBlock]
+        self.blocks = PredictorBlocks(*(kind(width, heads, mlp_ratio, qkv_bias=True) for kind in kinds))
         if shared_context:
             for block in self.blocks:
                 block.attn = SharedContextAttention(width, heads, qkv_bias=True)
@@ -83,12 +116,10 @@ class Predictor(nn.Module):
     ) -> Float[Tensor, "batch n_blocks n_target width"]:
         """What the layers make of the masked tokens of every block."""
         n_blocks, n_target = masked_tokens.shape[1:3]
-        if not self.shared_context:
-            repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
-            tokens = self.blocks(torch.cat([repeated, masked_tokens.flatten(0, 1)], dim=1))
-            return tokens[:, -n_target:].unflatten(0, (-1, n_blocks))
-        layout = SharedContext(context_tokens.shape[1], n_blocks, n_target)
-        tokens = torch.cat([context_tokens, masked_tokens.flatten(1, 2)], dim=1)
-        for block in self.blocks:
-            tokens = block(tokens, attn_mask=layout)
-        return tokens[:, layout.n_context :].unflatten(1, (n_blocks, n_target))
+        if self.shared_context:
+            layout = SharedContext(context_tokens.shape[1], n_blocks, n_target)
+            tokens = torch.cat([context_tokens, masked_tokens.flatten(1, 2)], dim=1)
+            return self.blocks(tokens, n_blocks * n_target, layout).unflatten(1, (n_blocks, n_target))
+        repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
+        tokens = torch.cat([repeated, masked_tokens.flatten(0, 1)], dim=1)
+        return self.blocks(tokens, n_target).unflatten(0, (-1, n_blocks))

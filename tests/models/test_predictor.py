@@ -110,6 +110,16 @@ def test_shape_and_independence_of_blocks(inputs):
     torch.testing.assert_close(both[:, 1:], alone)
 
 
+@pytest.mark.parametrize("n_wanted", [1, 4, 9])
+def test_the_last_layer_leaves_out_only_what_nobody_asks_for(n_wanted):
+    blocks = make(depth=3).blocks
+    tokens = torch.randn(2, 9, 16)
+    everything = tokens
+    for block in blocks:
+        everything = block(everything)
+    torch.testing.assert_close(blocks(tokens, n_wanted), everything[:, -n_wanted:], atol=1e-6, rtol=1e-5)
+
+
 def make_shared(**options):
     """With layers that do something: at their initial size attention is nearly the mean."""
     predictor = make(shared_context=True, **options)
@@ -129,9 +139,9 @@ def test_blocks_that_share_a_context_are_predicted_as_each_alone(inputs):
 
 
 def layer_outputs(predictor, inputs):
-    """The tokens of all patches behind the last layer: five of the context, then four and four masked ones."""
+    """The tokens of all patches before the last layer: five of the context, then four and four masked ones."""
     seen = []
-    hook = predictor.blocks[-1].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    hook = predictor.blocks[-2].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
     predicted = predictor(*inputs)
     hook.remove()
     return seen[0], predicted.detach()
