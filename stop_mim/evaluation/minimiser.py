@@ -1,4 +1,4 @@
-"""L-BFGS for many small problems at once: all take a step together, with one look at the device a step.
+"""L-BFGS for many small problems at once: all take a step together, and one number a step is waited for.
 
 torch's own minimises one problem, and waits for the device dozens of times a step.
 """
@@ -26,67 +26,69 @@ def minimise(
     history: int = 10,
     tick: Callable[[int, int], None] | None = None,
 ) -> Points:
-    """The lowest point found of each problem; ends early when none of them gets any lower."""
+    """The lowest point found of each problem in so many steps; ends early when none of them gets any lower.
+
+    A problem whose step was too long tries a shorter one while the others go on: none waits for another.
+    """
     point, (value, gradient) = start, objective(start)
-    memory = _Memory(history)
-    stalled = 0
+    memory = _Memory(history, start)
+    length = 1 / gradient.abs().sum(1).clamp(min=1.0)
+    failed, gained_nothing = torch.zeros_like(value), torch.zeros_like(value)
     for step in range(steps):
         direction = memory.direction(gradient)
         slope = (gradient * direction).sum(1)
         uphill = slope >= 0
         direction = torch.where(uphill[:, None], -gradient, direction)
         slope = torch.where(uphill, -gradient.square().sum(1), slope)
-        length = torch.ones_like(value) if memory else 1 / gradient.abs().sum(1).clamp(min=1.0)
-        for _ in range(MOST_SHORTENINGS):
-            moved = point + length[:, None] * direction
-            new_value, new_gradient = objective(moved)
-            allowed = value + SUFFICIENT_DECREASE * length * slope + ROUNDING * value.abs()
-            lower = new_value <= allowed
-            if bool(lower.all()):
-                break
-            length = torch.where(lower, length, SHORTENING * length)
-        gain = torch.where(lower, value - new_value, 0.0)
+        moved = point + length[:, None] * direction
+        new_value, new_gradient = objective(moved)
+        lower = new_value <= value + SUFFICIENT_DECREASE * length * slope + ROUNDING * value.abs()
         memory.add(moved - point, new_gradient - gradient, lower)
+        nothing = value - new_value <= ROUNDING * value.abs()
+        gained_nothing = torch.where(lower, torch.where(nothing, gained_nothing + 1, 0.0), gained_nothing)
+        failed = torch.where(lower, 0.0, failed + 1)
+        length = torch.where(lower, 1.0, SHORTENING * length)
         point = torch.where(lower[:, None], moved, point)
         gradient = torch.where(lower[:, None], new_gradient, gradient)
-        stalled = stalled + 1 if bool((gain <= ROUNDING * value.abs()).all()) else 0
         value = torch.where(lower, new_value, value)
         if tick is not None:
             tick(step + 1, steps)
-        if stalled == STALLED_STEPS:
+        if bool(((failed >= MOST_SHORTENINGS) | (gained_nothing >= STALLED_STEPS)).all()):
             break
     return point
 
 
 class _Memory:
-    """The last moves and changes of gradient of every problem; one that tells nothing of the curvature counts as none."""
+    """The last moves and changes of gradient of every problem, the newest last; what was not accepted is not kept."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.moves: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.scale: Tensor | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.moves)
+    def __init__(self, most: int, like: Points) -> None:
+        self.moves = like.new_zeros(most, *like.shape)
+        self.changes = like.new_zeros(most, *like.shape)
+        # Of one over the curvature along a move: zero where there is no move.
+        self.inverses = like.new_zeros(most, len(like))
+        self.scale = like.new_ones(len(like))
 
     def add(self, move: Points, change: Points, accepted: Bool[Tensor, " problems"]) -> None:
         product, square = (move * change).sum(1), change.square().sum(1)
         tells = accepted & (product > 1e-10 * square) & (square > 0)
-        inverse = torch.where(tells, 1 / torch.where(tells, product, 1.0), 0.0)
-        scale = torch.where(tells, product / torch.where(tells, square, 1.0), 1.0 if self.scale is None else self.scale)
-        self.scale = scale
-        self.moves = [*self.moves, (move, change, inverse)][-self.most :]
+        self.scale = torch.where(tells, product / torch.where(tells, square, 1.0), self.scale)
+        inverse = 1 / torch.where(tells, product, 1.0)
+        for kept, newest in ((self.moves, move), (self.changes, change), (self.inverses, inverse)):
+            chosen = tells.view(-1, *[1] * (newest.dim() - 1))
+            # In place, an entry after the other: with many classes a second copy would not fit.
+            for entry, follower in zip(kept, [*kept[1:], newest], strict=True):
+                torch.where(chosen, follower, entry, out=entry)
 
     def direction(self, gradient: Points) -> Points:
         """Less the gradient, times the inverse of the curvature as far as the moves tell it."""
         result, parts = gradient, []
-        for move, change, inverse in reversed(self.moves):
+        remembered = list(zip(self.moves, self.changes, self.inverses, strict=True))
+        for move, change, inverse in reversed(remembered):
             part = inverse * (move * result).sum(1)
             result = result - part[:, None] * change
             parts.append(part)
-        if self.scale is not None:
-            result = self.scale[:, None] * result
-        for (move, change, inverse), part in zip(self.moves, reversed(parts), strict=True):
+        result = self.scale[:, None] * result
+        for (move, change, inverse), part in zip(remembered, reversed(parts), strict=True):
             other = inverse * (change * result).sum(1)
             result = result + (part - other)[:, None] * move
         return -result
