@@ -220,7 +220,7 @@ def _stack(images: Sequence[Tensor], boxes: Sequence[Box]) -> tuple[Tensor, Tens
 
 def gpu_decoder(device: torch.device) -> Decoder | None:
     """Torchvision's decoder for this device, nvJPEG, if it is there and works."""
-    if device.type != "cuda" or not _decodes(device):
+    if device.type != "cuda" or decoder_obstacle(device):
         return None
     return lambda encoded: _decode_with_nvjpeg(encoded, device)
 
@@ -233,7 +233,8 @@ def _decode_with_nvjpeg(encoded: list[Tensor], device: torch.device) -> list[Ten
 
 
 @cache
-def _decodes(device: torch.device) -> bool:
+def decoder_obstacle(device: torch.device) -> str:
+    """Why torchvision's decoder does not work on this GPU, in a few words; nothing if it does."""
     colour = (200, 100, 50)
     buffer = io.BytesIO()
     PIL.Image.new("RGB", (32, 16), colour).save(buffer, "JPEG", quality=95)
@@ -241,9 +242,10 @@ def _decodes(device: torch.device) -> bool:
         torch.cuda.synchronize(device)
         (pixels,) = _decode_with_nvjpeg([as_tensor(buffer.getvalue())], device)
         difference = pixels.cpu().int() - torch.tensor(colour)[:, None, None]
-    except RuntimeError:
-        return False
-    return pixels.shape == (3, 16, 32) and bool((difference.abs() < 8).all())
+    except RuntimeError as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    right = pixels.shape == (3, 16, 32) and bool((difference.abs() < 8).all())
+    return "" if right else "it decodes wrongly"
 
 
 def are_jpegs(source: ImageSource) -> bool:

@@ -14,7 +14,7 @@ from stop_mim.data.augment import Augment
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.crops import CroppedImages, CropRequests, first_good
 from stop_mim.data.decoded import DecodedImages, Progress, decode_in_pieces, decoded_images, ignore_signals
-from stop_mim.data.gpu_decode import Decoder, GpuCrops, are_jpegs, gpu_decoder
+from stop_mim.data.gpu_decode import Decoder, GpuCrops, are_jpegs, decoder_obstacle, gpu_decoder
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.images import BadImage
 from stop_mim.data.order import BatchOrder
@@ -309,4 +309,4 @@ def find_gpu_decoder(source: ImageSource, device: torch.device) -> tuple[Decoder
     if not are_jpegs(source):
         return None, f"the images of '{source.name}' are not stored as JPEGs"
     decoder = gpu_decoder(device)
-    return decoder, "" if decoder else "torchvision has no decoder that works there"
+    return decoder, "" if decoder else f"torchvision's decoder does not work there: {decoder_obstacle(device)}"

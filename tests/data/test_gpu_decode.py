@@ -17,7 +17,7 @@ from stop_mim.data import loader as loader_module
 from stop_mim.data.augment import Augment, AugmentConfig
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.crops import Box, Part, crop_box, crop_chances, cut
-from stop_mim.data.gpu_decode import are_jpegs, crop_each, decode_or_none, gpu_decoder
+from stop_mim.data.gpu_decode import are_jpegs, crop_each, decode_or_none, decoder_obstacle, gpu_decoder
 from stop_mim.data.images import decode_image
 from stop_mim.data.loader import GpuStreamingLoader, StreamingLoader, open_loader
 from stop_mim.data.order import BatchOrder
@@ -26,7 +26,10 @@ from stop_mim.errors import InputError
 
 CPU = torch.device("cpu")
 RICH = AugmentConfig(flip_probability=0.5, grey_probability=0.2)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+needs_nvjpeg = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(decoder_obstacle(torch.device("cuda", 0))),
+    reason="no GPU on which torchvision decodes JPEGs",
+)
 
 
 class StandIn:
@@ -267,10 +270,12 @@ def test_the_gpu_is_chosen_where_there_is_a_decoder_for_it(folder, monkeypatch):
 def test_without_a_decoder_the_cpu_decodes_and_the_description_says_so(folder, monkeypatch):
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(loader_module, "gpu_decoder", lambda device: None)
+    monkeypatch.setattr(loader_module, "decoder_obstacle", lambda device: "no nvJPEG")
     loader = open_with(folder, "auto", cuda)
     assert not isinstance(loader, GpuStreamingLoader)
-    assert loader.description.endswith("2 workers (not on the GPU: torchvision has no decoder that works there)")
-    with pytest.raises(InputError, match=r"speed\.decode is gpu, but torchvision has no decoder"):
+    why = "torchvision's decoder does not work there: no nvJPEG"
+    assert loader.description.endswith(f"2 workers (not on the GPU: {why})")
+    with pytest.raises(InputError, match=f"gpu, but {why}: choose auto or cpu"):
         open_with(folder, "gpu", cuda)
 
 
@@ -281,7 +286,7 @@ def test_on_the_cpu_there_is_nothing_to_choose(folder):
         open_with(folder, "gpu")
 
 
-@needs_gpu
+@needs_nvjpeg
 def test_the_gpu_decodes_as_the_cpu_does(folder):
     cuda = torch.device("cuda", 0)
     loader = open_with(folder, "gpu", cuda)
@@ -294,7 +299,7 @@ def test_the_gpu_decodes_as_the_cpu_does(folder):
         assert torch.equal(take(loader, 1, first, crops=True)[0], ours[first])
 
 
-@needs_gpu
+@needs_nvjpeg
 def test_the_gpu_survives_all_kinds_of_files(folder):
     write(folder / "00.jpg", picture(0, 30, 40).convert("CMYK"))
     write(folder / "01.jpg", picture(1, 30, 40).convert("L"))
