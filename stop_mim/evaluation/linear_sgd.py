@@ -5,20 +5,21 @@ A held-out part of the training images chooses among the heads; the test set is 
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
 
 from stop_mim.data.augment import Augment
 from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out
 from stop_mim.data.loader import Progress
+from stop_mim.evaluation.curvature import inverse_curvature, precondition, sum_of_products
 from stop_mim.evaluation.features import encoder_fingerprint
 from stop_mim.evaluation.labelled_training import (
     LR_IMAGES,
@@ -31,14 +32,18 @@ from stop_mim.evaluation.labelled_training import (
     labelled_batches,
     ranks_of,
 )
+from stop_mim.evaluation.linear_heads import Head, LinearHeads
+from stop_mim.evaluation.protocols import LinearProtocol
 from stop_mim.models.encoder import FrozenEncoder
-from stop_mim.seeds import seeded_generator
 from stop_mim.training.checkpoint import collect_tensors, restore_tensors
 from stop_mim.training.config import SpeedConfig, require, require_choices
 from stop_mim.training.distributed import Ranks, reduce_mean, share
 from stop_mim.training.loop import TrainingDiverged, autocast_for
 from stop_mim.training.online_probe import evaluation_mode
 from stop_mim.training.schedules import cosine
+
+# Images that tell how the features vary, for each of them.
+IMAGES_A_FEATURE = 10
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ class LinearSGDConfig(ImageViews):
     """Nesterov momentum of SGD."""
     weight_decay: float = 5e-4
     """Weight decay of weights and biases."""
+    preconditioned: bool = False
+    """Steps are stretched along the principal components in which the features vary little, and which plain SGD reaches
+    last; the optimum stays. Learning rates are then parts of a step of Newton's."""
     layers: int = 4
     """The heads see the last layer, or the concatenation of this many; all layers if the encoder has fewer."""
     held_out_part: float = 0.05
@@ -89,6 +97,32 @@ class LinearSGDConfig(ImageViews):
         self.augment()
 
 
+def config_for(
+    protocol: LinearProtocol,
+    epochs: int | None = None,
+    batch_size: int = 256,
+    lrs: tuple[float, ...] | None = None,
+    seed: int = 0,
+) -> LinearSGDConfig:
+    """A data set's protocol; epochs and learning rates that are given take the place of its own."""
+    final, length = protocol.cosine_final_lr, epochs or protocol.epochs
+    scaled = [max(1, round(milestone * length / protocol.epochs)) for milestone in protocol.lr_milestones]
+    return LinearSGDConfig(
+        epochs=length,
+        batch_size=batch_size,
+        lrs=protocol.lrs if lrs is None else lrs,
+        schedule="milestones" if final is None else "cosine",
+        milestones=tuple(sorted({milestone for milestone in scaled if milestone < length})),
+        final_factor=0.01 if final is None else final / protocol.lr,
+        momentum=protocol.momentum,
+        weight_decay=protocol.weight_decay,
+        preconditioned=protocol.preconditioned,
+        train_view=protocol.train_view,
+        test_view=protocol.test_view,
+        seed=seed,
+    )
+
+
 def lr_factor(config: LinearSGDConfig, epoch: float) -> float:
     """What remains of the learning rate after so many epochs."""
     if config.schedule == "cosine":
@@ -96,84 +130,10 @@ def lr_factor(config: LinearSGDConfig, epoch: float) -> float:
     return config.milestone_factor ** bisect_right(config.milestones, epoch)
 
 
-@dataclass(frozen=True)
-class Head:
-    """What one of the linear heads sees, and how fast it learns."""
-
-    layers: int
-    batch_norm: bool
-    lr: float
-
-    def name(self, with_lr: bool = False) -> str:
-        """A name such as last4+bn, or last4+bn@0.01."""
-        return f"last{self.layers}{'+bn' if self.batch_norm else ''}{f'@{self.lr:g}' if with_lr else ''}"
-
-
 def heads_for(config: LinearSGDConfig, depth: int) -> tuple[Head, ...]:
     """The last layer and the last few, without and with BatchNorm, at every learning rate."""
     layers = sorted({1, min(config.layers, depth)})
     return tuple(Head(count, norm, lr) for count in layers for norm in (False, True) for lr in config.lrs)
-
-
-class SynchronisedBatchNorm(nn.BatchNorm1d):
-    """BatchNorm1d without scale and shift, with the statistics of the images of all processes.
-
-    Its inputs are frozen features, so that no gradient has to be carried between the processes.
-    """
-
-    momentum: float
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
-
-    def __init__(self, features: int, ranks: Ranks) -> None:
-        super().__init__(features, affine=False)
-        self.ranks = ranks
-
-    def forward(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
-        """Standardised features: by the batch in training, else by the running statistics."""
-        if not self.training or self.ranks.world_size == 1:
-            return super().forward(features)
-        # Of bad files alone, no process may have an image.
-        count = reduce_mean(features.new_full((), len(features)), self.ranks).clamp(min=1 / self.ranks.world_size)
-        mean = reduce_mean(features.sum(0), self.ranks) / count
-        variance = reduce_mean((features - mean).square().sum(0), self.ranks) / count
-        total = count * self.ranks.world_size
-        self.running_mean.lerp_(mean, self.momentum)
-        self.running_var.lerp_(variance * total / (total - 1).clamp(min=1), self.momentum)
-        self.num_batches_tracked.add_(1)
-        return (features - mean) * (variance + self.eps).rsqrt()
-
-
-class LinearHeads(nn.Module):
-    """Linear classifiers side by side; those with BatchNorm share one, as it has nothing to learn."""
-
-    def __init__(self, heads: tuple[Head, ...], dim: int, classes: int, ranks: Ranks, seed: int = 0) -> None:
-        super().__init__()
-        self.heads, self.dim = heads, dim
-        self.norm = SynchronisedBatchNorm(dim * max(head.layers for head in heads), ranks)
-        # Without the library's own initial weights, which would move the global generator.
-        linears = [nn.utils.skip_init(nn.Linear, dim * head.layers, classes) for head in heads]
-        for head, linear in zip(heads, linears, strict=True):
-            # The same at every learning rate, so that one more in the grid changes none of the others.
-            generator = seeded_generator("cpu", seed, "head", head.layers, int(head.batch_norm))
-            nn.init.normal_(linear.weight, std=0.01, generator=generator)
-            nn.init.zeros_(linear.bias)
-        self.linears = nn.ModuleList(linears)
-
-    def logits(self, features: Float[Tensor, "batch layers_times_dim"]) -> Float[Tensor, "heads batch classes"]:
-        """Scores of the classes by each head; of the features, a head takes the last columns."""
-        normed = self.norm(features)
-        inputs = [(normed if head.batch_norm else features)[:, -head.layers * self.dim :] for head in self.heads]
-        return torch.stack([linear(part) for linear, part in zip(self.linears, inputs, strict=True)])
-
-    def forward(
-        self, features: Float[Tensor, "batch layers_times_dim"], labels: Int[Tensor, " batch"]
-    ) -> Float[Tensor, " heads"]:
-        """The cross-entropy of each head, summed over the batch."""
-        logits = self.logits(features)
-        targets = labels.expand(len(logits), -1).flatten()
-        return F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").view(len(logits), -1).sum(1)
 
 
 def linear_sgd(
@@ -186,7 +146,7 @@ def linear_sgd(
     speed: SpeedConfig | None = None,
     state_file: Path | None = None,
 ) -> Iterator[tuple[str, float]]:
-    """Yields accuracies in percent: of every head, then of the one that the held-out images choose.
+    """Yields accuracies in percent: of every head, then of those that the held-out images choose: of each kind, and of all.
 
     With a `state_file` every epoch is saved there, and a call with the same arguments goes on from it. Of `speed`, its
     precision, batch_size_per_device (images in the encoder at a time), loader and workers count.
@@ -203,19 +163,26 @@ def _results(
     with evaluation_mode(run.encoder):
         run.train(state, progress)
         held_out, tested = run.score(run.held_out).tolist(), run.score(test).tolist()
-    for head, ours, theirs in zip(run.heads.heads, held_out, tested, strict=True):
-        name = f"linear_sgd/{head.name(len(run.config.lrs) > 1)}"
-        yield f"{name}/held_out_top1", ours[0]
-        for top, value in zip(TOP, theirs, strict=True):
-            yield f"{name}/top{top}", value
-    best = max(range(len(held_out)), key=lambda number: held_out[number][0])
-    chosen = run.heads.heads[best]
-    yield "linear_sgd/layers", float(chosen.layers)
-    yield "linear_sgd/batch_norm", float(chosen.batch_norm)
-    yield "linear_sgd/lr", chosen.lr
-    yield "linear_sgd/held_out_top1", held_out[best][0]
-    for top, value in zip(TOP, tested[best], strict=True):
-        yield f"linear_sgd/top{top}", value
+    heads, several = run.heads.heads, len(run.config.lrs) > 1
+
+    def scores(name: str, number: int) -> Iterator[tuple[str, float]]:
+        yield f"{name}/held_out_top1", held_out[number][0]
+        yield from ((f"{name}/top{top}", value) for top, value in zip(TOP, tested[number], strict=True))
+
+    def best(numbers: Iterable[int]) -> int:
+        return max(numbers, key=lambda number: held_out[number][0])
+
+    for number, head in enumerate(heads):
+        yield from scores(f"linear_sgd/{head.name(several)}", number)
+    for name in dict.fromkeys(head.name() for head in heads) if several else ():
+        chosen = best(number for number, head in enumerate(heads) if head.name() == name)
+        yield f"linear_sgd/{name}/lr", heads[chosen].lr
+        yield from scores(f"linear_sgd/{name}", chosen)
+    chosen = best(range(len(heads)))
+    yield "linear_sgd/layers", float(heads[chosen].layers)
+    yield "linear_sgd/batch_norm", float(heads[chosen].batch_norm)
+    yield "linear_sgd/lr", heads[chosen].lr
+    yield from scores("linear_sgd", chosen)
 
 
 class LinearRun:
@@ -234,9 +201,13 @@ class LinearRun:
             {"params": [*linear.parameters()], "peak_lr": head.lr * scale}
             for head, linear in zip(heads, self.heads.linears, strict=True)
         ]
+        # Where steps are preconditioned, weight decay is a part of what they are made from.
+        weight_decay = 0.0 if config.preconditioned else config.weight_decay
         self.optimiser = torch.optim.SGD(
-            groups, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay, nesterov=True
+            groups, lr=0.0, momentum=config.momentum, weight_decay=weight_decay, nesterov=True
         )
+        self.moments: Tensor | None = None
+        self.inverses: dict[tuple[int, bool], Tensor] = {}
         self.model = share(self.heads, ranks)
 
     def identity(self) -> dict[str, Any]:
@@ -256,22 +227,48 @@ class LinearRun:
         if saved is not None:
             restore_tensors(saved, self.heads, self.optimiser)
             first = saved.step
+            self.moments = saved.tensors.get("moments")
         if first == config.epochs:
             return
-        augment = Augment(config.augment(), self.encoder.image_size, self.encoder.mean, self.encoder.std)
-        batches = labelled_batches(
-            self.used,
-            augment,
-            config.batch_size,
-            config.seed,
-            config.train_view == "random_resized_crop",
-            self.ranks,
-            self.speed,
-        )
+        batches = self.batches()
+        if config.preconditioned:
+            self.moments = self._moments(batches) if self.moments is None else self.moments.to(self.ranks.device)
+            self.inverses = self._inverse_curvatures(self.moments)
+        kept = {} if self.moments is None else {"moments": self.moments}
         self.heads.train()
+        if self.moments is not None:
+            self.heads.norm.fix(self.moments)
         for epoch in range(first, config.epochs):
             self._train_epoch(epoch, batches, progress)
-            state.save(epoch + 1, collect_tensors(self.heads, self.optimiser))
+            state.save(epoch + 1, collect_tensors(self.heads, self.optimiser) | kept)
+
+    def batches(self) -> LabelledBatches:
+        """What the heads learn from, an epoch at a time."""
+        config = self.config
+        augment = Augment(config.augment(), self.encoder.image_size, self.encoder.mean, self.encoder.std)
+        crop = config.train_view == "random_resized_crop"
+        return labelled_batches(self.used, augment, config.batch_size, config.seed, crop, self.ranks, self.speed)
+
+    def _moments(self, batches: LabelledBatches) -> Float64[Tensor, "dim_and_one dim_and_one"]:
+        """Means of the products of the features, over as many training images as tell them."""
+        width = self.encoder.dim * max(head.layers for head in self.heads.heads)
+        total = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=self.ranks.device)
+        needed = math.ceil(IMAGES_A_FEATURE * width / self.config.batch_size)
+        with closing(batches.epoch(0)) as labelled:
+            for images, _ in islice(labelled, needed):
+                total += sum_of_products(self.features(images))
+        total = reduce_mean(total, self.ranks)
+        moments = total / total[-1, -1]
+        if not torch.isfinite(moments).all():
+            raise TrainingDiverged("The features are not finite: look for values in the encoder that are not finite.")
+        return moments
+
+    def _inverse_curvatures(self, moments: Tensor) -> dict[tuple[int, bool], Tensor]:
+        classes, decay = self.heads.linears[0].out_features, self.config.weight_decay
+        return {
+            (layers, norm): inverse_curvature(moments, layers * self.encoder.dim, norm, classes, decay)
+            for layers, norm in {(head.layers, head.batch_norm) for head in self.heads.heads}
+        }
 
     def _train_epoch(self, epoch: int, batches: LabelledBatches, progress: Progress | None) -> None:
         total = torch.zeros(len(self.heads.heads), device=self.ranks.device)
@@ -300,6 +297,9 @@ class LinearRun:
         count = reduce_mean(torch.full((), float(len(labels)), device=self.ranks.device), self.ranks)
         losses = self.model(features, labels) / count.clamp(min=1 / self.ranks.world_size)
         losses.sum().backward()
+        if self.inverses:
+            for head, linear in zip(self.heads.heads, self.heads.linears, strict=True):
+                precondition(linear, self.inverses[head.layers, head.batch_norm], self.config.weight_decay)
         self.optimiser.step()
         return losses.detach()
 

@@ -25,17 +25,19 @@ class LinearProtocol:
     lr_milestones: tuple[int, ...] = ()
     """Epochs, counted from 0, from which on the learning rate is a tenth of what it was."""
     cosine_final_lr: float | None = None
-    """The learning rate that a cosine ends at, for the same batch size as lr."""
-    lr: float = 0.01
-    """The learning rate at the start for a batch of lr_batch_size; it grows in proportion to the batch."""
+    """The learning rate that a cosine ends at, for the same batch size as lrs, and if there are several for the first."""
+    lrs: tuple[float, ...] = (0.01,)
+    """Learning rates at the start for a batch of lr_batch_size, tried at once; they grow in proportion to the batch."""
     lr_batch_size: int = 256
-    """The batch size that lr is for."""
+    """The batch size that lrs are for."""
     momentum: float = 0.9
     """Momentum of SGD."""
     nesterov: bool = True
     """Whether the momentum is Nesterov's."""
     weight_decay: float = 5e-4
     """Weight decay of SGD, on all parameters."""
+    preconditioned: bool = False
+    """Whether steps are stretched along the principal components of the features, in parts of a step of Newton's."""
     train_view: Literal["random_resized_crop", "resize_flip"] = "random_resized_crop"
     """What is seen of a training image; both are also flipped, half of the time."""
     test_view: Literal["resize_crop", "resize"] = "resize_crop"
@@ -49,6 +51,11 @@ class LinearProtocol:
         if self.epochs < 1:
             raise InputError(f"The epochs of the protocol {self.name} are {self.epochs}: give at least 1.")
 
+    @property
+    def lr(self) -> float:
+        """The first of the learning rates, which is the only one in all published protocols."""
+        return self.lrs[0]
+
 
 _PROTOCOLS = (
     LinearProtocol("imagenet", "class", 1000, 28, (8, 16, 24)),
@@ -61,8 +68,17 @@ _PROTOCOLS = (
     LinearProtocol(
         "clevr-dist", "distance", 6, 100, cosine_final_lr=1e-4, train_view="resize_flip", test_view="resize"
     ),
-    # Any other labelled data: as ImageNet.
-    LinearProtocol("generic", "class", None, 28, (8, 16, 24)),
+    # Any other labelled data: as ImageNet, but with steps that also few images lead to the optimum with.
+    LinearProtocol(
+        "generic",
+        "class",
+        None,
+        28,
+        cosine_final_lr=0.0,
+        lrs=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03),
+        weight_decay=1e-7,
+        preconditioned=True,
+    ),
 )
 
 PROTOCOLS = {protocol.name: protocol for protocol in _PROTOCOLS}

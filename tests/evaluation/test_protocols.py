@@ -37,12 +37,24 @@ def test_the_numbers_are_those_of_the_table(name):
     assert protocol.cosine_final_lr == (1e-4 if name.startswith("clevr") else None)
 
 
-def test_all_protocols_share_the_optimiser():
+def test_all_published_protocols_share_the_optimiser():
     assert set(PROTOCOLS) == {*TABLE, "places365", "generic"}
     for name, protocol in PROTOCOLS.items():
         assert protocol.name == name
-        assert (protocol.lr, protocol.momentum, protocol.nesterov, protocol.weight_decay) == (0.01, 0.9, True, 5e-4)
-        assert (protocol.lr, protocol.lr_batch_size) == (0.01, 256)
+        assert (protocol.momentum, protocol.nesterov, protocol.lr_batch_size) == (0.9, True, 256)
+        if name != "generic":
+            assert (protocol.lrs, protocol.lr, protocol.weight_decay) == ((0.01,), 0.01, 5e-4)
+            assert not protocol.preconditioned
+
+
+def test_other_data_have_learning_rates_to_choose_from_which_all_fall_to_zero():
+    generic = find_protocol("generic")
+    assert generic.preconditioned
+    assert generic.cosine_final_lr == 0
+    assert list(generic.lrs) == sorted(set(generic.lrs))
+    assert max(generic.lrs) / min(generic.lrs) > 100
+    assert generic.weight_decay < find_protocol("imagenet").weight_decay
+    assert (generic.train_view, generic.test_view) == CROPS
 
 
 def test_a_protocol_has_one_schedule_and_cannot_be_changed():

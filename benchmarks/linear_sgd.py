@@ -1,0 +1,121 @@
+"""How far linear heads trained by SGD are from the fast probe on the very same features, without augmentation.
+
+python benchmarks/linear_sgd.py ENCODER DATA --images-a-class 50 500
+"""
+
+import argparse
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from stop_mim import load_encoder
+from stop_mim.data.image_lists import draw_per_class
+from stop_mim.data.labelled import EpochOrder, LabelledSet
+from stop_mim.evaluation.accuracy import top_accuracy
+from stop_mim.evaluation.features import View, extract_features, features_folder
+from stop_mim.evaluation.labelled_training import StateFile
+from stop_mim.evaluation.linear import linear_probe
+from stop_mim.evaluation.linear_sgd import LinearRun, config_for
+from stop_mim.evaluation.protocols import find_protocol
+from stop_mim.evaluation.task_data import open_task_data
+from stop_mim.training.config import SpeedConfig
+from stop_mim.training.distributed import Ranks
+
+PLAIN_LRS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+class StoredBatches:
+    """Features of shuffled images instead of the images."""
+
+    def __init__(self, features, labels, order):
+        self.features, self.labels, self.order = features, labels, order
+
+    def __len__(self):
+        return len(self.order)
+
+    def epoch(self, number):
+        for rows in self.order.batches(number):
+            yield self.features[rows], self.labels[rows]
+
+
+class StoredRun(LinearRun):
+    """Heads that learn from stored features of whole images."""
+
+    stored: torch.Tensor
+
+    def batches(self):
+        order = EpochOrder(len(self.used), self.config.batch_size, self.config.seed)
+        return StoredBatches(self.stored[self.used.indices], torch.from_numpy(self.used.classes), order)
+
+    def features(self, images):
+        return images
+
+    @torch.no_grad()
+    def scores(self, features, labels):
+        self.heads.eval()
+        return [100 * top_accuracy(logits, labels, 1) for logits in self.heads.logits(features).nan_to_num()]
+
+
+def configs(epochs, seed):
+    generic = config_for(find_protocol("generic"), epochs, seed=seed)
+    plain = replace(generic, preconditioned=False, weight_decay=5e-4)
+    return {
+        "generic": generic,
+        "plain, 0.01 alone, milestones": config_for(find_protocol("imagenet"), epochs, seed=seed),
+        f"plain, {len(PLAIN_LRS)} rates, cosine": replace(plain, lrs=PLAIN_LRS),
+    }
+
+
+def compare(encoder, data, stored, images_a_class, arguments, ranks):
+    chosen = np.sort(draw_per_class(data.train.classes, images_a_class, arguments.seed, 0))
+    train = LabelledSet(data.train.source, data.train.labels, data.train.indices[chosen])
+    test_labels = torch.from_numpy(data.test.classes)
+    kinds = {f"last{layers}": layers * encoder.dim for layers in (1, 4)}
+    own = stored[0][train.indices]
+    parts = [{name: [part[:, -width:]] for name, width in kinds.items()} for part in (own, stored[1])]
+    start, labels = time.perf_counter(), torch.from_numpy(train.classes)
+    fast = dict(linear_probe(parts[0], labels, parts[1], test_labels, data.classes, ranks.device, seed=arguments.seed))
+    print(f"{len(train)} images, fast: {fast['linear/top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
+    print({name: round(value, 2) for name, value in fast.items() if name.endswith("/top1")}, flush=True)
+    for name, config in configs(arguments.epochs, arguments.seed).items():
+        run = StoredRun(encoder, train, config, ranks, SpeedConfig())
+        run.stored, start = stored[0], time.perf_counter()
+        run.train(StateFile(None, {}, ranks), None)
+        held_out = run.scores(stored[0][run.held_out.indices], torch.from_numpy(run.held_out.classes))
+        tested, best = run.scores(stored[1], test_labels), int(np.argmax(held_out))
+        print(
+            f"{len(train)} images, {name}, {config.epochs} epochs: {run.heads.heads[best].name(True)} {tested[best]:.2f} "
+            f"({time.perf_counter() - start:.0f} s)"
+        )
+        for head, score in zip(run.heads.heads, tested, strict=True):
+            print(f"    {head.name(True)} {score:.2f}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("encoder")
+    parser.add_argument("data")
+    parser.add_argument("--images-a-class", type=int, nargs="+", default=[50])
+    parser.add_argument("--image-size", type=int)
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    ranks = Ranks(0, 1, 1, torch.device("cpu"))
+    encoder, data = load_encoder(arguments.encoder).eval(), open_task_data(arguments.data)[0]
+    if arguments.image_size is not None:
+        encoder.image_size = (arguments.image_size, arguments.image_size)
+    view, stored = View(encoder.image_size), []
+    for part in (data.train, data.test):
+        folder = features_folder(encoder, part.source, view, 4, ranks.device)
+        features = extract_features(encoder, part.source, view, 4, ranks, folder)
+        assert len(features) == len(part.source), "this needs images that can all be read"
+        stored.append(features.on(ranks.device))
+    stored[1] = stored[1][data.test.indices]
+    for images_a_class in arguments.images_a_class:
+        compare(encoder, data, stored, images_a_class, arguments, ranks)
+
+
+if __name__ == "__main__":
+    main()
