@@ -49,7 +49,7 @@ class LinearSGDOptions:
     """Passes over the training images."""
     batch_size: int = 256
     """Images an update, over all devices."""
-    lrs: tuple[float, ...] = (0.01,)
+    lrs: tuple[float, ...] | None = None
     """Learning rates for a batch of 256, tried at once; the held-out images choose."""
 
 

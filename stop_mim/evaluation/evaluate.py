@@ -34,7 +34,7 @@ from stop_mim.evaluation.finetune import FinetuneConfig, finetune
 from stop_mim.evaluation.knn import knn
 from stop_mim.evaluation.labelled_training import images_at_a_time, workers_for
 from stop_mim.evaluation.linear import Chunks, linear_probe
-from stop_mim.evaluation.linear_sgd import LinearSGDConfig, linear_sgd
+from stop_mim.evaluation.linear_sgd import LinearSGDConfig, config_for, linear_sgd
 from stop_mim.evaluation.low_shot import low_shot
 from stop_mim.evaluation.protocols import LinearProtocol, find_protocol, fitted, guess_protocol
 from stop_mim.evaluation.results import (
@@ -359,20 +359,7 @@ class Session:
 
     def _sgd(self, protocol: LinearProtocol) -> LinearSGDConfig:
         options = self.config.linear_sgd
-        final = protocol.cosine_final_lr
-        return LinearSGDConfig(
-            epochs=options.epochs or protocol.epochs,
-            batch_size=options.batch_size,
-            lrs=options.lrs,
-            schedule="milestones" if final is None else "cosine",
-            milestones=_scaled(protocol.lr_milestones, options.epochs, protocol.epochs),
-            final_factor=0.01 if final is None else final / protocol.lr,
-            momentum=protocol.momentum,
-            weight_decay=protocol.weight_decay,
-            train_view=protocol.train_view,
-            test_view=protocol.test_view,
-            seed=self.config.seed,
-        )
+        return config_for(protocol, options.epochs, options.batch_size, options.lrs, self.config.seed)
 
     def _tuned(self, config: FinetuneConfig, protocol: LinearProtocol) -> FinetuneConfig:
         return replace(config, train_view=protocol.train_view, test_view=protocol.test_view, seed=self.config.seed)
@@ -476,14 +463,6 @@ def _only(features: Features, indices: np.ndarray) -> Features:
         return features
     rows: Int[Tensor, " n"] = here.nonzero()[:, 0]
     return Features((features.rows(rows),), features.indices[rows], features.layer_dim)
-
-
-def _scaled(milestones: tuple[int, ...], epochs: int | None, usual: int) -> tuple[int, ...]:
-    """Milestones at the same parts of a training of another length."""
-    if epochs is None or epochs == usual:
-        return milestones
-    scaled = [max(1, round(milestone * epochs / usual)) for milestone in milestones]
-    return tuple(sorted({milestone for milestone in scaled if milestone < epochs}))
 
 
 def _draw(amount: str, classes: np.ndarray, seed: int, draw: int) -> np.ndarray:

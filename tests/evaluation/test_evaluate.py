@@ -336,7 +336,8 @@ def test_two_processes_share_the_work(run, colours, tmp_path):
     """Features and SGD heads under torchrun are those of one process."""
     options = [
         *("--task", "knn", "linear-sgd", "--data", str(colours), "--knn.neighbours", "3", "--speed.device", "cpu"),
-        *("--linear-sgd.epochs", "1", "--linear-sgd.batch-size", "16", "--json", str(tmp_path / "two.json")),
+        *("--linear-sgd.epochs", "1", "--linear-sgd.batch-size", "16", "--linear-sgd.lrs", "0.01"),
+        *("--json", str(tmp_path / "two.json")),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stop_mim"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "STOP_MIM_CACHE": str(tmp_path / "own")}
@@ -345,11 +346,14 @@ def test_two_processes_share_the_work(run, colours, tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     two = json.loads((tmp_path / "two.json").read_text())["evaluations"]
-    config = replace(QUICK, task=("knn", "linear-sgd"), data=str(colours), linear_sgd=LinearSGDOptions(1, 16))
+    config = replace(QUICK, task=("knn", "linear-sgd"), data=str(colours), linear_sgd=LinearSGDOptions(1, 16, (0.01,)))
     one = evaluate([str(run)], config, silent())
     assert two[0]["facts"]["processes"] == 2
     assert two[0]["metrics"] == pytest.approx(one[0].metrics)
-    assert two[1]["metrics"]["linear_sgd/top1"] == pytest.approx(one[1].metrics["linear_sgd/top1"], abs=15)
+    heads = {name: value for name, value in one[1].metrics.items() if name.endswith("/top1")}
+    assert len(heads) == 5
+    # The processes see other batches: of the few test images one or two may be told differently.
+    assert {name: two[1]["metrics"][name] for name in heads} == pytest.approx(heads, abs=15)
 
 
 @pytest.fixture
