@@ -50,7 +50,13 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
     with ProgressDisplay(console) as display:
         train_source, test_source = open_source(config.data), open_source(TEST_SCENES, "test")
         display.say(f"{len(train_source):,} scenes to learn from without labels, {len(test_source):,} to be tested on.")
-    result = train(config, recipe="demo", console=console)
+    threads = torch.get_num_threads()
+    # Its model is too small to be divided: a second thread gains nothing, and on shared cores both wait for each other.
+    torch.set_num_threads(1)
+    try:
+        result = train(config, recipe="demo", console=console)
+    finally:
+        torch.set_num_threads(threads)
     if not result.finished:
         raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
     scores = compare(config, result.folder, train_source, test_source, console)
