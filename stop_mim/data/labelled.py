@@ -3,13 +3,11 @@
 A label belongs to the image that is shown: an image that cannot be read is left out, never replaced by another one.
 """
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +21,7 @@ from stop_mim.data.bad_images import BadImages
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.images import BadImage
 from stop_mim.data.loader import LoaderMode, Progress, choose_mode, ignore_signals, store_images
+from stop_mim.data.stacked import stacked_batches
 from stop_mim.errors import InputError
 from stop_mim.seeds import derive_seed, seeded_generator
 
@@ -31,7 +30,6 @@ IMAGES_A_PIECE = 64
 LEAST_IMAGES_A_BATCH = 2
 
 LabelledBatch = tuple[Float[Tensor, "batch 3 height width"], Int[Tensor, " batch"]]
-Item = TypeVar("Item")
 View = Callable[[UInt8[Tensor, "3 h w"], int], UInt8[Tensor, "3 h2 w2"]]
 
 
@@ -231,7 +229,7 @@ def labelled_views(
         raise InputError(f"batch_size is {batch_size}: give a number above zero.")
     if resize_to is not None and resize_to < max(size):
         raise InputError(f"resize_to is {resize_to}: a crop of {size} needs at least {max(size)}.")
-    view, places = _TestView(size, resize_to), torch.arange(len(indices)).split(batch_size)
+    view, places = _TestView(size, resize_to), torch.arange(len(indices)).split(batch_size) if len(indices) else ()
     stacked = source.stacked()
     if stacked is not None:
         return _stacked_views(stacked, torch.from_numpy(indices.astype(np.int64)), places, view, device)
@@ -242,46 +240,15 @@ def labelled_views(
 
     bad_images = BadImages(source.name, len(indices)) if bad_images is None else bad_images
     decoder = _Decoder(source, view, size, device, workers)
-    return decoder.read(map(requests, places if len(indices) else ()), bad_images)
+    return decoder.read(map(requests, places), bad_images)
 
 
 def _stacked_views(
     stacked: Tensor, indices: Tensor, places: Sequence[Tensor], view: "_TestView", device: torch.device
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    chosen = ((positions, indices[positions]) for positions in places if len(positions))
-    if device.type != "cuda":
-        for positions, numbers in chosen:
-            yield positions, view(stacked[numbers].to(device))
-        return
-    # Gathered and copied by a thread and a stream of their own, so that the encoder waits for neither.
-    consumer = torch.cuda.current_stream(device)
-    with closing(made_ahead(_copied(stacked, chosen, device))) as copies:
-        for positions, pixels, copied in copies:
-            consumer.wait_event(copied)
-            pixels.record_stream(consumer)
+    with closing(stacked_batches(stacked, [indices[positions] for positions in places], device)) as batches:
+        for positions, pixels in zip(places, batches, strict=True):
             yield positions, view(pixels)
-
-
-def _copied(
-    stacked: Tensor, chosen: Iterable[tuple[Tensor, Tensor]], device: torch.device
-) -> Iterator[tuple[Tensor, Tensor, torch.cuda.Event]]:
-    stream = torch.cuda.Stream(device)
-    for positions, numbers in chosen:
-        gathered = torch.empty(len(numbers), *stacked.shape[1:], dtype=stacked.dtype, pin_memory=True)
-        torch.index_select(stacked, 0, numbers, out=gathered)
-        with torch.cuda.stream(stream):
-            pixels = gathered.to(device, non_blocking=True)
-        yield positions, pixels, stream.record_event()
-
-
-def made_ahead(items: Iterator[Item], ahead: int = 2) -> Generator[Item, None, None]:
-    """The same items, so many of them made by a thread while the one before them is used."""
-    end = object()
-    with ThreadPoolExecutor(1) as maker:
-        waiting = deque(maker.submit(next, items, end) for _ in range(ahead))
-        while (item := waiting.popleft().result()) is not end:
-            waiting.append(maker.submit(next, items, end))
-            yield cast(Item, item)
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,11 @@ if triton is not None:
         output += first * DIM + head * WIDTH
         columns, context = tl.arange(0, WIDTH), tl.arange(0, CONTEXT_TILE)
         in_context = context < n_context
-        q = _load(qkv, context, columns, in_context, 3 * DIM)
+        q_context = _load(qkv, context, columns, in_context, 3 * DIM)
         k_context = _load(qkv + DIM, context, columns, in_context, 3 * DIM)
         v_context = _load(qkv + 2 * DIM, context, columns, in_context, 3 * DIM)
-        weights = _own_weights(q, k_context, in_context, log2_scale)
-        _store(output, context, columns, in_context, tl.dot(weights.to(q.dtype), v_context), DIM)
+        weights = _own_weights(q_context, k_context, in_context, log2_scale)
+        _store(output, context, columns, in_context, tl.dot(weights.to(q_context.dtype), v_context), DIM)
         within = tl.arange(0, TARGET_TILE)
         inside = within < n_target
         for block in range(n_blocks):
@@ -131,16 +131,16 @@ if triton is not None:
         d_output += first * DIM + head * WIDTH
         columns, context = tl.arange(0, WIDTH), tl.arange(0, CONTEXT_TILE)
         in_context = context < n_context
-        q = _load(qkv, context, columns, in_context, 3 * DIM)
+        q_context = _load(qkv, context, columns, in_context, 3 * DIM)
         k_context = _load(qkv + DIM, context, columns, in_context, 3 * DIM)
         v_context = _load(qkv + 2 * DIM, context, columns, in_context, 3 * DIM)
-        d_attended = _load(d_output, context, columns, in_context, DIM)
-        weights = _own_weights(q, k_context, in_context, log2_scale)
-        d_weights = tl.dot(d_attended, tl.trans(v_context))
-        d_scores = (weights * (d_weights - tl.sum(weights * d_weights, 1)[:, None]) * scale).to(q.dtype)
+        d_seen_by_context = _load(d_output, context, columns, in_context, DIM)
+        weights = _own_weights(q_context, k_context, in_context, log2_scale)
+        d_weights = tl.dot(d_seen_by_context, tl.trans(v_context))
+        d_scores = (weights * (d_weights - tl.sum(weights * d_weights, 1)[:, None]) * scale).to(q_context.dtype)
         _store(d_qkv, context, columns, in_context, tl.dot(d_scores, k_context), 3 * DIM)
-        d_k_context = tl.dot(tl.trans(d_scores), q)
-        d_v_context = tl.dot(tl.trans(weights.to(q.dtype)), d_attended)
+        d_k_context = tl.dot(tl.trans(d_scores), q_context)
+        d_v_context = tl.dot(tl.trans(weights.to(q_context.dtype)), d_seen_by_context)
         within = tl.arange(0, TARGET_TILE)
         inside = within < n_target
         for block in range(n_blocks):

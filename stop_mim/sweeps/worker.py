@@ -120,9 +120,22 @@ class Inbox:
         return Job.from_line(line)
 
 
+def own_input() -> TextIO:
+    """Standard input for this process alone: what it starts finds an empty one.
+
+    A process that is forked while a thread reads standard input would wait forever for that thread when it closes it, as
+    those that read images for a DataLoader do first of all.
+    """
+    stream = os.fdopen(os.dup(sys.stdin.fileno()), encoding=sys.stdin.encoding)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, sys.stdin.fileno())
+    os.close(empty)
+    return stream
+
+
 def main() -> None:
     """Do jobs until there are no more; after one that failed, end: the next gets a fresh process."""
-    inbox, console = Inbox(sys.stdin), Console(file=sys.stdout, width=120)
+    inbox, console = Inbox(own_input()), Console(file=sys.stdout, width=120)
     while (job := inbox.next_job()) is not None:
         went_well = attempt(job, console)
         # Or what was compiled for one run would count against the next one's limit, and its graph keep memory.

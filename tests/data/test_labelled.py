@@ -2,7 +2,6 @@
 
 import itertools
 import pickle
-import threading
 
 import numpy as np
 import PIL.Image
@@ -16,7 +15,7 @@ from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, Augment, AugmentC
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.images import BadImage
-from stop_mim.data.labelled import EpochOrder, LabelledBatches, LabelledSet, hold_out, labelled_views, made_ahead
+from stop_mim.data.labelled import EpochOrder, LabelledBatches, LabelledSet, hold_out, labelled_views
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 
@@ -373,41 +372,6 @@ def test_images_without_a_label_may_be_outside_the_set_and_its_name_tells_what_i
     others = [some.part(np.arange(9)), LabelledSet(source, labels + (labels >= 0), np.arange(10))]
     assert len({data.fingerprint() for data in (some, *others)}) == 3
     assert pickle.loads(pickle.dumps(some)).fingerprint() == some.fingerprint()
-
-
-def test_items_are_made_ahead_in_order_by_one_thread():
-    made, threads = [], set()
-
-    def numbers():
-        for number in range(5):
-            made.append(number)
-            threads.add(threading.get_ident())
-            yield number
-
-    ahead = made_ahead(numbers(), ahead=2)
-    assert next(ahead) == 0
-    assert [0, *ahead] == list(range(5)) == made
-    assert len(threads) == 1
-    assert threading.get_ident() not in threads
-
-
-def test_what_goes_wrong_ahead_is_told_and_the_rest_is_not_made():
-    made = []
-
-    def failing():
-        for number in range(100):
-            if number == 3:
-                raise InputError("three")
-            made.append(number)
-            yield number
-
-    with pytest.raises(InputError, match="three"):
-        list(made_ahead(failing()))
-    many = made_ahead(iter(range(1000, 2000)), ahead=2)
-    next(many)
-    many.close()
-    assert made == [0, 1, 2]
-    assert "ThreadPoolExecutor" not in "".join(thread.name for thread in threading.enumerate())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+from compiled_kernels import compiled_for_hopper
 
+from stop_mim.models import shared_attention
 from stop_mim.models.shared_attention import SharedContext, SharedContextAttention, attend_shared
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -17,6 +19,7 @@ LAYOUTS = [(5, 3, 4), (20, 4, 12), (17, 2, 20)]
 
 INTERPRETED = """
 import torch
+from stop_mim.models import shared_attention
 from stop_mim.models.shared_attention import SharedContext, attend_shared
 torch.manual_seed(0)
 for heads, width, layout in ((2, 16, (5, 3, 4)), (1, 32, (20, 4, 12)), (2, 16, (17, 2, 20))):
@@ -81,3 +84,13 @@ def test_the_kernels_agree_with_the_mask_on_a_gpu(layout, head_width):
     (gradient,) = torch.autograd.grad(by_kernel, half, given.bfloat16())
     (expected,) = torch.autograd.grad(by_mask, full, given)
     torch.testing.assert_close(gradient.float(), expected, atol=0.05, rtol=0.05)
+
+
+@needs_triton
+@pytest.mark.parametrize(("context_tile", "target_tile"), [(32, 16), (16, 32), (64, 64)])
+@pytest.mark.filterwarnings("ignore::UserWarning:triton")
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(context_tile, target_tile):
+    """The interpreter lets a variable change its shape in a loop, the compiler does not."""
+    constants = {"HEADS": 3, "WIDTH": 32, "CONTEXT_TILE": context_tile, "TARGET_TILE": target_tile}
+    for kernel in (shared_attention._forward_kernel, shared_attention._backward_kernel):
+        assert b"ELF" in compiled_for_hopper(kernel, constants)

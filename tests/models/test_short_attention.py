@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_kernels import compiled_for_hopper
 from timm.layers import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 
 import stop_mim
+from stop_mim.models import short_attention
 from stop_mim.models.shared_attention import SharedContext, attend_shared
 from stop_mim.models.short_attention import LONGEST, attend, is_plain_attention, use_short_attention
 
@@ -242,3 +244,11 @@ def test_an_encoder_on_a_gpu_computes_what_it_did():
     (before, gradient), (after, new_gradient) = found
     torch.testing.assert_close(after, before, atol=0.05, rtol=0.05)
     assert (new_gradient - gradient).norm() < 0.05 * gradient.norm()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("tile", [16, 128])
+@pytest.mark.filterwarnings("ignore::UserWarning:triton")
+def test_the_kernels_compile_for_a_gpu_that_is_not_there(tile):
+    for kernel in (short_attention._forward_kernel, short_attention._backward_kernel):
+        assert b"ELF" in compiled_for_hopper(kernel, {"HEADS": 2, "WIDTH": 32, "TILE": tile})

@@ -1,6 +1,10 @@
 """One run of a sweep: trained, probed and written down; continued, refused, diverged or interrupted."""
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -126,3 +130,24 @@ def test_the_end_of_the_input_interrupts_the_job_that_is_being_done(job):
         inbox._thread.join(10)
         assert interruption.signal_name == "SIGTERM"
         assert inbox.next_job() is None
+
+
+def test_processes_that_read_images_begin_while_a_worker_listens(job):
+    """They close their standard input first of all, which hangs if a thread of their parent was reading it."""
+    reading = (
+        "from torch.utils.data import DataLoader; from stop_mim.sweeps.worker import Inbox, own_input\n"
+        "inbox = Inbox(own_input())\n"
+        "print(inbox.next_job().name, flush=True)\n"
+        "print(sum(DataLoader(range(8), batch_size=None, num_workers=2)), flush=True)\n"
+    )
+    command = [sys.executable, "-c", reading]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        process.stdin.write(job.to_line() + "\n")
+        process.stdin.flush()
+        # The input stays open, as it does while a sweep has more to do.
+        assert process.stdout.readline() == f"{job.name}\n"
+        alarm = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+        alarm.start()
+        assert process.stdout.readline() == "28\n"
+        alarm.cancel()
