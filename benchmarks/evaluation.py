@@ -136,12 +136,15 @@ def memory(device, scale):
     return {"peak GiB of the process": peaks[0], "with four times the images": peaks[1]}
 
 
+SPEEDS = {"probe": probe_speed, "knn": knn_speed, "extraction": extraction_speed, "memory": memory}
+
+
 def speed(options):
     device = choose_device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(json.dumps({"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}))
-    for measure in (probe_speed, knn_speed, extraction_speed, memory):
-        print(json.dumps(measure(device, options.scale)), flush=True)
+    for name in options.measure:
+        print(json.dumps(SPEEDS[name](device, options.scale)), flush=True)
 
 
 def agreement(options):
@@ -187,6 +190,7 @@ def main():
     commands = parser.add_subparsers(required=True)
     timing = commands.add_parser("speed")
     timing.add_argument("--scale", type=float, default=1.0, help="part of the full sizes")
+    timing.add_argument("--measure", nargs="+", choices=SPEEDS, default=list(SPEEDS))
     timing.set_defaults(run=speed)
     comparing = commands.add_parser("agreement")
     comparing.add_argument("encoder")
