@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Generator, Iterator
-from functools import partial
 from itertools import count, repeat
 
 import torch
@@ -10,22 +9,20 @@ from torch import Tensor
 
 from stop_mim.benchmark.flops import TokenCounts
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.loader import Loader, open_loader
-from stop_mim.data.order import BatchOrder
+from stop_mim.data.loader import Loader
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import CapturedStep, accelerate, autocast_for, is_compiled
-from stop_mim.training.build import build_augment, build_masks, build_objective
+from stop_mim.training.build import build_objective
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks, choose_device
-from stop_mim.training.loop import MAX_DEFAULT_WORKERS, check_model, split_batch
-from stop_mim.training.prefetch import prefetched
+from stop_mim.training.inputs import StepInputs
 from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.schedules import values_at
-from stop_mim.training.step import Batches, TrainingStep, make_optimiser
+from stop_mim.training.step import TrainingStep, make_optimiser
 
 # The length of an epoch of synthetic images: it moves the schedules, and makes a run long enough to be compiled.
 SYNTHETIC_STEPS_PER_EPOCH = 1000
@@ -38,10 +35,9 @@ class Workload:
         self.config, self.device = config, one_device(config)
         self.display = display or ProgressDisplay(shown=False)
         self.notes: list[str] = []
-        self.ranks = Ranks(0, 1, 1, self.device)
-        self.per_device, self.batches_per_step = split_batch(config, self.ranks)
-        encoder = check_model(config)
-        self.masks = build_masks(config.masks, encoder.grid)
+        ranks = Ranks(0, 1, 1, self.device)
+        self.inputs = StepInputs(config, ranks)
+        self.per_device, self.batches_per_step = self.inputs.per_device, self.inputs.batches_per_step
         self.loader = self._open_loader() if uses_data else None
         self.images, self.steps_per_epoch = self._open_images()
         self.total_steps = config.optim.epochs * self.steps_per_epoch
@@ -50,9 +46,9 @@ class Workload:
         self.optimiser = make_optimiser(self.objective, config.optim, self.device)
         self.autocast = autocast_for(config.speed.precision, self.device)
         self.counts = TokenCounts.of(self.draw_masks(0), self.objective.encoder.grid)
-        self._numbers, self._inputs = count(), prefetched(self._masked(), self.device)
+        self._numbers, self._batches = count(), self.inputs.with_masks(self.images)
         clip = config.optim.clip_gradient_norm
-        step = TrainingStep(self.objective, self.objective, self.optimiser, self.ranks, self.autocast, clip)
+        step = TrainingStep(self.objective, self.objective, self.optimiser, ranks, self.autocast, clip)
         steps = min(self.total_steps, config.stop_after_steps or self.total_steps)
         self._step = accelerate(step, config.speed, steps, self.display.say, self._warn)
 
@@ -81,22 +77,17 @@ class Workload:
         number = next(self._numbers)
         values = values_at(number, self.steps_per_epoch, self.config.optim)
         self.objective.positions.set_step(number)
-        self._step(next(self._inputs), values, derive_seed(self.config.seed, "step", number, 0))
+        self._step(next(self._batches), values, derive_seed(self.config.seed, "step", number, 0))
 
     def close(self) -> None:
         """End the loader's processes, which would outlive the last step."""
-        for batches in (self._inputs, self.images):
+        for batches in (self._batches, self.images):
             if isinstance(batches, Generator):
                 batches.close()
 
     def draw_masks(self, number: int) -> Masks:
         """The masks of the batch of that number."""
-        generator = seeded_generator(self.device, self.config.seed, "masks", number, 0)
-        return self.masks.sample(self.per_device, self.device, generator)
-
-    def _masked(self) -> Iterator[Batches]:
-        for first in count(step=self.batches_per_step):
-            yield [(next(self.images), self.draw_masks(first + one)) for one in range(self.batches_per_step)]
+        return self.inputs.draw_masks(number)
 
     def _warn(self, text: str) -> None:
         self.display.say(text, style="bold yellow")
@@ -108,28 +99,16 @@ class Workload:
             shape = (self.per_device, 3, *self.config.encoder.image_size)
             images = torch.randn(shape, device=self.device, generator=generator)
             return repeat(images), SYNTHETIC_STEPS_PER_EPOCH
-        order = BatchOrder(self.loader.n_images, self.per_device, 0, 1, self.batches_per_step, self.config.seed)
+        order = self.inputs.order(self.loader)
         return self.loader.batches(order, 0), order.steps_per_epoch
 
     def _open_loader(self) -> Loader:
-        config, speed = self.config, self.config.speed
-        if not config.data:
+        if not self.config.data:
             raise InputError(
                 "data is not given: add --data, or measure synthetic images with --bench.images synthetic."
             )
-        source = open_source(config.data)
-        return open_loader(
-            source,
-            build_augment(config, check_model(config)),
-            self.device,
-            BadImages(source.name, len(source)),
-            config.seed,
-            0,
-            speed.loader,
-            min(MAX_DEFAULT_WORKERS, os.cpu_count() or 1) if speed.workers is None else speed.workers,
-            progress=partial(self.display.update, "decoding images"),
-            decode=speed.decode,
-        )
+        source = open_source(self.config.data)
+        return self.inputs.open_loader(source, BadImages(source.name, len(source)), self.display)
 
 
 def one_device(config: TrainConfig) -> torch.device:

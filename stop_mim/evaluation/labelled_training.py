@@ -1,7 +1,6 @@
 """What evaluations that train on labelled images share: views, batches, accuracies, and a state to go on from."""
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.training.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks, broadcast, reduce_mean, wait_for_all
-from stop_mim.training.loop import MAX_DEFAULT_WORKERS
+from stop_mim.training.inputs import workers_for
 
 TrainView = Literal["random_resized_crop", "resize_flip"]
 
@@ -141,12 +140,6 @@ def ranks_of(encoder: FrozenEncoder) -> Ranks:
 def images_at_a_time(speed: SpeedConfig) -> int:
     """Images in the encoder at a time."""
     return speed.batch_size_per_device or IMAGES_AT_A_TIME
-
-
-def workers_for(speed: SpeedConfig, ranks: Ranks) -> int:
-    """Processes that decode, for each process that trains."""
-    cores = (os.cpu_count() or 1) // ranks.processes_on_host
-    return min(MAX_DEFAULT_WORKERS, max(1, cores)) if speed.workers is None else speed.workers
 
 
 class StateFile:

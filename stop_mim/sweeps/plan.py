@@ -27,7 +27,7 @@ from stop_mim.training.config import (
     to_json,
 )
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.loop import check_model, split_batch
+from stop_mim.training.feasibility import check_model, split_batch
 
 PLAN_FILE = "sweep.json"
 FORMAT = "stop-mim sweep 1"

@@ -1,8 +1,6 @@
 """A run from its first step to its last: new, or continued from a checkpoint as if it had never stopped."""
 
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,18 +8,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from stop_mim.data.augment import Augment
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.image_source import ImageSource
-from stop_mim.data.loader import Loader, open_loader
-from stop_mim.data.order import BatchOrder
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.models.encoder import Encoder, save_encoder
+from stop_mim.models.encoder import save_encoder
 from stop_mim.models.objective import Objective
-from stop_mim.seeds import derive_seed, seeded_generator
-from stop_mim.training.acceleration import accelerate, autocast_for, require_possible
-from stop_mim.training.build import build_augment, build_masks, build_objective
+from stop_mim.seeds import derive_seed
+from stop_mim.training.acceleration import accelerate, autocast_for
+from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -34,16 +28,16 @@ from stop_mim.training.checkpoint import (
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks, any_rank, broadcast, process_group, share, wait_for_all
 from stop_mim.training.health import HealthMonitor, HealthSigns, measure_health
+from stop_mim.training.inputs import StepInputs
 from stop_mim.training.interruption import Interruption, catch_interruption
+from stop_mim.training.interval import Interval
 from stop_mim.training.online_probe import OnlineProbe, ProbeData, make_probe, open_probe_data
-from stop_mim.training.prefetch import prefetched
 from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import ScheduledValues, values_at
 from stop_mim.training.step import Batches, Outcome, StepOutcome, TrainingStep, make_optimiser, read_outcomes
 
 MAX_NOT_FINITE_IN_A_ROW = 5
-MAX_DEFAULT_WORKERS = 8
 
 
 class TrainingDiverged(RuntimeError):
@@ -123,10 +117,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, folder: RunFolder, ranks: Ranks, display: ProgressDisplay) -> None:
         self.config, self.folder, self.ranks, self.display = config, folder, ranks, display
-        self.per_device, self.batches_per_step = split_batch(config, ranks)
-        # What is wrong with the model or the masks is known before the data are read.
-        encoder = check_model(config, ranks)
-        self.masks = build_masks(config.masks, encoder.grid)
+        self.inputs = StepInputs(config, ranks)
         if not config.data:
             raise InputError(
                 "data is not given: add --data with a folder, a parquet file or another name of a data set."
@@ -135,10 +126,9 @@ class Run:
         probe_data = None if probe.data is None else open_probe_data(probe.data, probe.label)
         source = open_source(config.data)
         self.data_fingerprint = source.fingerprint()
-        self.loader = self._open_loader(source, build_augment(config, encoder))
-        self.order = BatchOrder(
-            self.loader.n_images, self.per_device, ranks.rank, ranks.world_size, self.batches_per_step, config.seed
-        )
+        list_file = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
+        self.loader = self.inputs.open_loader(source, BadImages(source.name, len(source), list_file), display)
+        self.order = self.inputs.order(self.loader)
         self.steps_per_epoch = self.order.steps_per_epoch
         self.total_steps = config.optim.epochs * self.steps_per_epoch
         milestone_epochs = config.checkpoint.milestone_every_epochs
@@ -151,26 +141,8 @@ class Run:
         self.probe_fingerprint = None if probe_data is None else probe_data.fingerprint
         self.step, self.not_finite, self.not_finite_in_a_row = 0, 0, 0
         self.monitor = HealthMonitor()
-        self._pending = _Interval()
+        self._pending = Interval()
         self._unread: list[Outcome] = []
-
-    def _open_loader(self, source: ImageSource, augment: Augment) -> Loader:
-        speed, ranks = self.config.speed, self.ranks
-        list_file = self.folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
-        cores = (os.cpu_count() or 1) // ranks.processes_on_host
-        return open_loader(
-            source,
-            augment,
-            ranks.device,
-            BadImages(source.name, len(source), list_file),
-            self.config.seed,
-            ranks.rank,
-            speed.loader,
-            min(MAX_DEFAULT_WORKERS, max(1, cores)) if speed.workers is None else speed.workers,
-            ranks.processes_on_host,
-            progress=lambda done, total: self.display.update("decoding images", done, total),
-            decode=speed.decode,
-        )
 
     def _make_probe(self, data: ProbeData | None) -> OnlineProbe | None:
         """The probe, which only the main process has; the others wait for its images, or fail as it does."""
@@ -203,10 +175,10 @@ class Run:
                 f"The data '{self.config.data}' have changed since step {checkpoint.step} was saved: put the old ones back, or "
                 "start a new run."
             )
-        if state["world_size"] != self.ranks.world_size or state["batch_size_per_device"] != self.per_device:
+        if state["world_size"] != self.ranks.world_size or state["batch_size_per_device"] != self.inputs.per_device:
             self.display.say(
                 f"This run began with {state['world_size']} process(es) of {state['batch_size_per_device']} images: it goes on "
-                f"with {self.ranks.world_size} of {self.per_device}, with other random draws.",
+                f"with {self.ranks.world_size} of {self.inputs.per_device}, with other random draws.",
                 style="yellow",
             )
         restore_tensors(checkpoint, self.objective, self.optimiser)
@@ -240,7 +212,8 @@ class Run:
 
     def _train_until(self, end: int, interruption: Interruption) -> None:
         step = self._accelerated_step()
-        inputs = prefetched(self._inputs(), self.ranks.device)
+        images = self.loader.batches(self.order, self.step * self.inputs.batches_per_step)
+        inputs = self.inputs.with_masks(images, self.step)
         self._pending.restart_clock()
         while self.step < end:
             values = values_at(self.step, self.steps_per_epoch, self.config.optim)
@@ -287,18 +260,6 @@ class Run:
     def _saves_here(self) -> bool:
         milestone = self.milestone_steps is not None and self.step % self.milestone_steps == 0
         return milestone or self.step % self.config.checkpoint.every_steps == 0
-
-    def _inputs(self) -> Iterator[Batches]:
-        """The batches of every step from here on, with their masks."""
-        images = self.loader.batches(self.order, self.step * self.batches_per_step)
-        number = self.step * self.batches_per_step
-        while True:
-            batches = []
-            for _ in range(self.batches_per_step):
-                generator = seeded_generator(self.ranks.device, self.config.seed, "masks", number, self.ranks.rank)
-                batches.append((next(images), self.masks.sample(self.per_device, self.ranks.device, generator)))
-                number += 1
-            yield batches
 
     def _judge(self, step: int, outcome: StepOutcome) -> None:
         if outcome.updated:
@@ -366,7 +327,7 @@ class Run:
         lines = [
             f"run        {self.folder.path}",
             f"data       {config.data}; {self.loader.description}",
-            f"masks      {self.masks}",
+            f"masks      {self.inputs.masks}",
             f"encoder    {parameters:.1f} M parameters, {rows}x{columns} patches",
             f"steps      {self.step} to {end} of {self.total_steps}, {self.steps_per_epoch} an epoch, on {self.ranks.device}",
         ]
@@ -392,7 +353,7 @@ class Run:
             state = {
                 "data_fingerprint": self.data_fingerprint,
                 "world_size": self.ranks.world_size,
-                "batch_size_per_device": self.per_device,
+                "batch_size_per_device": self.inputs.per_device,
                 "not_finite": self.not_finite,
                 "not_finite_in_a_row": self.not_finite_in_a_row,
                 "first_health": None if self.monitor.first is None else asdict(self.monitor.first),
@@ -407,57 +368,3 @@ class Run:
             prune_checkpoints(folder, config.keep, self.milestone_steps)
             self.folder.log(f"Saved step {self.step}.")
         wait_for_all(self.ranks)
-
-
-class _Interval:
-    """Losses and time since the last line of metrics; the losses go into checkpoints, the time does not."""
-
-    def __init__(self) -> None:
-        self.health, self.scores = "", ""
-        self.last_loss, self.last_gradient_norm = float("nan"), float("nan")
-        self.restart()
-
-    def restart(self) -> None:
-        self.losses: list[float] = []
-        self.restart_clock()
-
-    def restart_clock(self) -> None:
-        self._steps = 0
-        self._since = time.perf_counter()
-
-    def add(self, outcome: StepOutcome) -> None:
-        self._steps += 1
-        self.last_gradient_norm = outcome.gradient_norm
-        if outcome.updated:
-            self.losses.append(outcome.loss)
-            self.last_loss = outcome.loss
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def mean_loss(self) -> float:
-        return sum(self.losses) / len(self.losses) if self.losses else float("nan")
-
-    def seconds(self) -> float:
-        return max(time.perf_counter() - self._since, 1e-9)
-
-
-def check_model(config: TrainConfig, ranks: Ranks | None = None) -> Encoder:
-    """Build the model without its memory, so that a configuration that cannot work (on these devices) is refused at once."""
-    with torch.device("meta"):
-        objective = build_objective(config)
-    if ranks is not None:
-        require_possible(objective, config.speed, ranks)
-    return objective.encoder
-
-
-def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
-    """Images at a time on one device, and batches a step."""
-    total = config.optim.batch_size
-    per_device = config.speed.batch_size_per_device or max(1, total // ranks.world_size)
-    if total % (per_device * ranks.world_size):
-        raise InputError(
-            f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size}, the images at a time "
-            f"({per_device} on each of {ranks.world_size} devices)."
-        )
-    return per_device, total // (per_device * ranks.world_size)

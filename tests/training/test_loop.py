@@ -28,7 +28,7 @@ from tiny_run import (
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.ijepa import IJEPA
-from stop_mim.training import loop
+from stop_mim.training import interval
 from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
 from stop_mim.training.config import (
@@ -45,7 +45,8 @@ from stop_mim.training.config import (
     to_json,
 )
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.loop import TrainingDiverged, resume, split_batch, train
+from stop_mim.training.feasibility import split_batch
+from stop_mim.training.loop import TrainingDiverged, resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 from stop_mim.training.step import TrainingStep
 
@@ -254,7 +255,7 @@ def disturb(monkeypatch, step=None, kind=None):
         return real(*arguments)
 
     monkeypatch.setattr(TrainingStep, "__call__", disturbed)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(interval, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
 
 @pytest.mark.parametrize("kind", ["killed", "asked to stop"])

@@ -1,0 +1,31 @@
+"""Whether a configuration can work at all: what can be known before the data are read."""
+
+import torch
+
+from stop_mim.errors import InputError
+from stop_mim.models.encoder import Encoder
+from stop_mim.training.acceleration import require_possible
+from stop_mim.training.build import build_objective
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.distributed import Ranks
+
+
+def check_model(config: TrainConfig, ranks: Ranks | None = None) -> Encoder:
+    """Build the model without its memory, so that a configuration that cannot work (on these devices) is refused at once."""
+    with torch.device("meta"):
+        objective = build_objective(config)
+    if ranks is not None:
+        require_possible(objective, config.speed, ranks)
+    return objective.encoder
+
+
+def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
+    """Images at a time on one device, and batches a step."""
+    total = config.optim.batch_size
+    per_device = config.speed.batch_size_per_device or max(1, total // ranks.world_size)
+    if total % (per_device * ranks.world_size):
+        raise InputError(
+            f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size}, the images at a time "
+            f"({per_device} on each of {ranks.world_size} devices)."
+        )
+    return per_device, total // (per_device * ranks.world_size)
