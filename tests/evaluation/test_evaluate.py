@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from stop_mim.cli import main
 from stop_mim.data import videos
 from stop_mim.errors import InputError
-from stop_mim.evaluation import evaluate as evaluate_module
 from stop_mim.evaluation import features as features_module
+from stop_mim.evaluation import session as session_module
 from stop_mim.evaluation.config import (
     EvaluateConfig,
     KnnConfig,
@@ -228,7 +228,7 @@ def test_clevr_tasks_on_scenes(run):
 
 
 def test_all_tasks_of_scenes_are_those_of_stills_and_of_clips(run, monkeypatch):
-    monkeypatch.setattr("stop_mim.evaluation.evaluate.IMAGE_TASKS", ("knn",))
+    monkeypatch.setattr("stop_mim.evaluation.plan.IMAGE_TASKS", ("knn",))
     monkeypatch.setitem(videos._SCENE_OPTIONS, "count", 1)
     monkeypatch.setitem(videos._SCENE_OPTIONS, "frames", 4)
     found = evaluate([str(run)], replace(QUICK, data="scenes:count=40,size=32"), silent())
@@ -391,7 +391,7 @@ def test_the_weights_are_looked_at_once_for_all_tasks_before_they_move(run, alik
         looked.append(next(encoder.parameters()).device)
         return original(encoder)
 
-    for module in (features_module, evaluate_module):
+    for module in (features_module, session_module):
         monkeypatch.setattr(module, "encoder_fingerprint", fingerprint)
     config = replace(QUICK, task=("linear", "knn", "low-shot"), data=str(alike))
     found = evaluate([str(run)], config, silent())
