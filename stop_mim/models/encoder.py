@@ -258,7 +258,7 @@ def _are_sincos(encoder: Encoder) -> bool:
 
 def encoder_metadata(encoder: Encoder) -> dict[str, str]:
     """How to build an encoder; one that is more than a plain Vision Transformer is an InputError."""
-    wrong = _peculiarity(encoder.vit.blocks[0])
+    wrong = peculiarity(encoder.vit.blocks[0])
     architecture = {} if wrong else encoder.architecture()
     wrong = wrong or misfit(encoder.vit.state_dict(), shell(architecture).state_dict())
     if wrong:
@@ -274,7 +274,7 @@ def encoder_metadata(encoder: Encoder) -> dict[str, str]:
     return metadata if encoder.norm_eps == NORM_EPS else {**metadata, "norm_eps": json.dumps(encoder.norm_eps)}
 
 
-def _peculiarity(block: Any) -> str | None:
+def peculiarity(block: Any) -> str | None:
     """What a layer has that the arguments of `architecture` do not tell and its names do not show."""
     if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
         return "its layers are of another kind"

@@ -10,11 +10,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
+from stop_mim.models.encoder import Encoder, cut_patches, gather_patches, peculiarity
 from stop_mim.models.short_attention import attend, is_plain_attention
 
 FrozenPrecision = Literal["bf16", "fp8"]
@@ -24,10 +23,7 @@ LARGEST_FP8 = 448.0
 def has_frozen_forward(encoder: Encoder) -> bool:
     """Whether the encoder is a plain Vision Transformer without prefix tokens, which this module knows."""
     vit = encoder.vit
-    plain = all(
-        type(block) is Block and type(block.attn) is Attention and type(block.mlp) is Mlp and _is_plain(block)
-        for block in vit.blocks
-    )
+    plain = all(peculiarity(block) is None and _is_plain(block) for block in vit.blocks)
     around = isinstance(vit.norm, nn.LayerNorm) and all(
         isinstance(norm, nn.Identity) for norm in (vit.norm_pre, vit.patch_embed.norm)
     )
@@ -35,13 +31,11 @@ def has_frozen_forward(encoder: Encoder) -> bool:
 
 
 def _is_plain(block: Block) -> bool:
-    activation, linear = block.mlp.act, (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
-    exact_gelu = isinstance(activation, nn.GELU) and activation.approximate == "none"
+    linear = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
     extras = (block.ls1, block.ls2, block.mlp.norm)
     return (
         is_plain_attention(block.attn)
         and all(isinstance(extra, nn.Identity) for extra in extras)
-        and exact_gelu
         and all(layer.bias is not None for layer in linear)
     )
 
