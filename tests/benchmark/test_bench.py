@@ -1,11 +1,13 @@
 """All that a benchmark measures and tells, at sizes that take no time: that it is there, never how fast it is."""
 
+import io
 import json
 import multiprocessing
 from dataclasses import asdict, replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from stop_mim.benchmark.bench import run_bench
 from stop_mim.benchmark.findings import read_report, write_report
@@ -13,6 +15,9 @@ from stop_mim.benchmark.parts import part_names
 from stop_mim.benchmark.scaling import VARIANTS, measure_scaling, variants
 from stop_mim.benchmark.workload import Workload
 from stop_mim.errors import InputError
+from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.loop import train
+from stop_mim.training.run_folder import RunFolder
 
 COMMON = {"masks", "whole forward", "backward", "optimiser"}
 PARTS = {
@@ -76,6 +81,19 @@ def test_a_step_is_the_trainers(tiny):
     workload.step()
     assert all(not torch.equal(one, another) for one, another in zip(before, learned, strict=True))
     assert not torch.equal(target, workload.objective.target.vit.blocks[0].mlp.fc1.weight)
+
+
+def test_steps_on_data_leave_the_weights_that_the_trainer_leaves(tiny, tmp_path):
+    config = tiny(stop_after_steps=3, out=str(tmp_path / "run"))
+    train(config, console=Console(file=io.StringIO()))
+    workload = Workload(config, uses_data=True)
+    for _ in range(3):
+        workload.step()
+    found, expected = (
+        workload.objective.state_dict(),
+        read_checkpoint(RunFolder(tmp_path / "run").newest_checkpoint()).tensors,
+    )
+    assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found.items())
 
 
 def test_what_is_written_can_be_read(tiny, short, tmp_path):

@@ -1,0 +1,43 @@
+"""What cannot work is told before the data are read and before there is a folder."""
+
+from dataclasses import replace
+
+import pytest
+from quiet_run import run
+from tiny_run import CPU, tiny_config
+
+from stop_mim.errors import InputError
+from stop_mim.training.config import MaskConfig, PositionsConfig, SpeedConfig, TrainConfig
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.feasibility import split_batch
+
+
+def test_what_is_wrong_is_told_before_the_data_are_read_and_the_folder_is_made(tmp_path):
+    def refused(message, **groups):
+        with pytest.raises(InputError, match=message):
+            run(tiny_config(**{"data": tmp_path / "missing", "out": tmp_path / "run", **groups}))
+        assert not (tmp_path / "run").exists()
+
+    refused("There is no data set")
+    refused(r"optim\.batch_size is 8", speed=SpeedConfig("cpu", batch_size_per_device=3))
+    refused("masks do not fit", masks=MaskConfig(context_tokens=16))
+    refused("positions cannot be made", positions=PositionsConfig(covariance="tight"))
+    refused("no larger than the data set", data="scenes:count=4,size=32")
+
+
+def ranks(world_size):
+    return Ranks(0, world_size, world_size, CPU)
+
+
+def test_batches_are_split_over_devices_and_accumulated():
+    def split(batch_size, per_device, world_size):
+        config = TrainConfig(speed=SpeedConfig(batch_size_per_device=per_device))
+        return split_batch(replace(config, optim=replace(config.optim, batch_size=batch_size)), ranks(world_size))
+
+    assert split(64, None, 1) == (64, 1)
+    assert split(64, None, 4) == (16, 1)
+    assert split(64, 8, 1) == (8, 8)
+    assert split(64, 8, 4) == (8, 2)
+    for refused in ((64, 8, 3), (64, None, 3), (64, 128, 1), (2, None, 4)):
+        with pytest.raises(InputError, match=f"optim.batch_size is {refused[0]}"):
+            split(*refused)

@@ -1,0 +1,51 @@
+"""What steps learn from: a function of the step's number, whichever step is the first; and how many decode it."""
+
+import os
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from tiny_run import CPU, tiny_config
+
+from stop_mim.data.bad_images import BadImages
+from stop_mim.data.sources import open_source
+from stop_mim.training.config import SpeedConfig
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, workers_for
+from stop_mim.training.progress import ProgressDisplay
+
+
+def batches_of_steps(first, last, rank=0, processes=1):
+    """Each tensor that the steps are given, batch by batch."""
+    config = tiny_config()
+    config = replace(config, optim=replace(config.optim, batch_size=8 * processes))
+    inputs, source = StepInputs(config, Ranks(rank, processes, processes, CPU)), open_source(config.data)
+    loader = inputs.open_loader(source, BadImages(source.name, len(source)), ProgressDisplay(shown=False))
+    images = loader.batches(inputs.order(loader), first * inputs.batches_per_step)
+    steps = list(islice(inputs.with_masks(images, first), last - first))
+    assert [len(step) for step in steps] == [2] * (last - first)
+    return [(images, masks.context, masks.targets) for step in steps for images, masks in step]
+
+
+def are_equal(one, other):
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def test_any_step_can_be_the_first():
+    for one, other in zip(batches_of_steps(0, 9)[10:], batches_of_steps(5, 9), strict=True):
+        assert all(are_equal(one, other))
+
+
+def test_no_two_batches_are_alike_and_none_of_another_process():
+    mine, others = batches_of_steps(0, 2, rank=0, processes=2), batches_of_steps(0, 2, rank=1, processes=2)
+    for number, batch in enumerate(mine):
+        assert not any(any(are_equal(batch, other)) for other in mine[number + 1 :] + others)
+
+
+@pytest.mark.parametrize(("cores", "processes", "expected"), [(4, 1, 4), (4, 2, 2), (2, 4, 1), (64, 1, None)])
+def test_processes_of_a_host_share_its_cores_unless_workers_are_given(monkeypatch, cores, processes, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    ranks = Ranks(0, processes, processes, CPU)
+    assert workers_for(SpeedConfig(), ranks) == (expected or MAX_DEFAULT_WORKERS)
+    assert workers_for(SpeedConfig(workers=0), ranks) == 0

@@ -1,0 +1,96 @@
+"""Lines of metrics: the means that they would have been wherever the run was stopped, and whatever else is logged."""
+
+import os
+import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, run
+from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config
+
+from stop_mim.training import interval
+from stop_mim.training.config import CheckpointConfig, LogConfig
+from stop_mim.training.run_folder import read_metrics
+from stop_mim.training.step import TrainingStep
+
+
+def test_what_was_logged_and_saved_how_often_changes_nothing(tmp_path):
+    run(tiny_config(out=tmp_path / "a"))
+    rarely = tiny_config(out=tmp_path / "b", log=LogConfig(10, 1000, True), checkpoint=CheckpointConfig(1000))
+    run(rarely)
+    a, b = checkpoint_at(tmp_path / "a", TOTAL), checkpoint_at(tmp_path / "b", TOTAL)
+    assert_same_checkpoint(a, b)
+    lines = read_metrics(tmp_path / "b")
+    assert [line["step"] for line in lines] == [1, 10, 20, 21]
+    losses = [line["loss"] for line in read_metrics(tmp_path / "a")]
+    assert lines[1]["loss"] == pytest.approx(sum(losses[1:10]) / 9)
+    assert list((tmp_path / "b" / "tensorboard").iterdir())
+
+
+class Killed(BaseException):
+    """What no part of the run catches."""
+
+
+def disturb(monkeypatch, step=None, kind=None):
+    """A clock that moves by a second in each step, and a disturbance in the step of that number."""
+    now, real = [0], TrainingStep.__call__
+
+    def disturbed(*arguments):
+        now[0] += 1
+        if now[0] == step and kind == "killed":
+            raise Killed
+        if now[0] == step and kind == "asked to stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(TrainingStep, "__call__", disturbed)
+    monkeypatch.setattr(interval, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+
+@pytest.mark.parametrize("kind", ["killed", "asked to stop"])
+def test_a_line_of_measurements_is_the_mean_it_would_have_been(tmp_path, monkeypatch, kind):
+    # Lines at 1, 5, 10, 15, 20 and 21, checkpoints at 7, 14 and 21: each line after a resume is half in the past.
+    groups = {"log": LogConfig(5, 1000, False), "checkpoint": CheckpointConfig(7)}
+    with monkeypatch.context() as patch:
+        disturb(patch)
+        run(tiny_config(out=tmp_path / "whole", **groups))
+    for step in (9, 10):
+        with monkeypatch.context() as patch:
+            disturb(patch, step, kind)
+            ends = pytest.raises(Killed) if kind == "killed" else nullcontext()
+            with ends:
+                go_on(tmp_path / "parts") if step > 9 else run(tiny_config(out=tmp_path / "parts", **groups))
+    with monkeypatch.context() as patch:
+        disturb(patch)
+        go_on(tmp_path / "parts")
+    assert [line["step"] for line in read_metrics(tmp_path / "whole")] == [1, 5, 10, 15, 20, 21]
+    # The speed too: the steps before an interruption are not counted in the time after it.
+    assert read_metrics(tmp_path / "parts") == read_metrics(tmp_path / "whole")
+    assert {line["images_per_second"] for line in read_metrics(tmp_path / "parts")} == {8.0}
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
+
+
+def test_the_line_of_a_run_that_stops_early_is_one_more(tmp_path):
+    log = LogConfig(6, 1000, False)
+    run(tiny_config(out=tmp_path / "whole", log=log))
+    run(tiny_config(out=tmp_path / "parts", log=log, stop_after_steps=MID_EPOCH))
+    losses = [line["loss"] for line in read_metrics(tmp_path / "parts")]
+    go_on(tmp_path / "parts")
+    whole, parts = comparable(tmp_path / "whole"), comparable(tmp_path / "parts")
+    assert [line["step"] for line in parts] == [1, 6, MID_EPOCH, 12, 18, 21]
+    assert [line for line in parts if line["step"] != MID_EPOCH] == whole
+    assert [line["loss"] for line in parts][:3] == losses
+
+
+def test_the_measurements_are_those_of_the_schedules(tmp_path):
+    run(tiny_config(out=tmp_path / "run", positions=MOVING))
+    lines = read_metrics(tmp_path / "run")
+    assert [lines[0][name] for name in ("lr", "weight_decay", "ema_momentum", "sigma")] == pytest.approx(
+        [5e-4, 0.04, 0.9, 0.05]
+    )
+    assert [lines[-1][name] for name in ("lr", "weight_decay", "ema_momentum", "sigma")] == pytest.approx(
+        [1e-4, 0.4, 1.0, 2.0]
+    )
+    assert lines[6]["epoch"] == 1
+    assert {line["step"] for line in lines if "health/rankme" in line} == {1, 5, 10, 15, 20, 21}

@@ -1,0 +1,79 @@
+"""Losses that are not finite: skipped, counted, never in a checkpoint, and too many in a row end the run."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from quiet_run import go_on, quietly, run
+from tiny_run import checkpoint_at, tiny_config
+
+from stop_mim.exchange.loading import load_encoder
+from stop_mim.models.ijepa import IJEPA
+from stop_mim.training.checkpoint import checkpoints_in
+from stop_mim.training.config import CheckpointConfig
+from stop_mim.training.loop import TrainingDiverged, train
+from stop_mim.training.run_folder import read_metrics
+
+
+def make_not_finite(monkeypatch, steps, batches_per_step=2):
+    """The loss of the second batch of each of these steps, the first of which is 1, is not a number."""
+    real, calls = IJEPA.forward, itertools.count(1)
+
+    def forward(self, images, masks, generator=None):
+        loss, call = real(self, images, masks, generator), next(calls)
+        return loss * float("nan") if call in {step * batches_per_step for step in steps} else loss
+
+    monkeypatch.setattr(IJEPA, "forward", forward)
+
+
+def assert_no_checkpoint_has_a_nan(folder):
+    steps = checkpoints_in(folder / "checkpoints")
+    assert steps
+    for step in steps:
+        for name, tensor in checkpoint_at(folder, step).tensors.items():
+            assert torch.isfinite(tensor).all(), f"{name} of step {step}"
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, monkeypatch):
+    make_not_finite(monkeypatch, {3, 9})
+    config = tiny_config(out=tmp_path / "run", checkpoint=CheckpointConfig(1, keep=30))
+    result, text = quietly(train, config)
+    assert result.finished
+    assert math.isfinite(result.loss)
+    assert text.count("is not finite") == 2
+    assert "Step 3: the loss or its gradient is not finite (nan); the step was skipped." in text
+    counts = [line["not_finite"] for line in read_metrics(tmp_path / "run")]
+    assert counts == [0] * 2 + [1] * 6 + [2] * 13
+    assert_no_checkpoint_has_a_nan(tmp_path / "run")
+    before, after = checkpoint_at(tmp_path / "run", 2), checkpoint_at(tmp_path / "run", 3)
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+    assert after.state["not_finite"] == 1
+
+
+def test_five_in_a_row_end_the_run_and_leave_nothing_of_it_behind(tmp_path, monkeypatch):
+    make_not_finite(monkeypatch, range(5, 30))
+    with pytest.raises(TrainingDiverged, match=r"5 steps in a row, the last of them step 9.*optim\.lr"):
+        run(tiny_config(out=tmp_path / "run", checkpoint=CheckpointConfig(1, keep=30)))
+    assert list(checkpoints_in(tmp_path / "run" / "checkpoints")) == list(range(1, 9))
+    assert_no_checkpoint_has_a_nan(tmp_path / "run")
+    good, last = checkpoint_at(tmp_path / "run", 4), checkpoint_at(tmp_path / "run", 8)
+    assert all(torch.equal(tensor, last.tensors[name]) for name, tensor in good.tensors.items())
+    for path in (tmp_path / "run").rglob("*.safetensors"):
+        assert path.stat().st_size > 0
+    assert torch.isfinite(load_encoder(tmp_path / "run")(torch.randn(1, 3, 32, 32))).all()
+
+
+def test_four_in_a_row_do_not_end_the_run(tmp_path, monkeypatch):
+    make_not_finite(monkeypatch, {1, 2, 3, 4, 6, 7, 8, 9})
+    assert run(tiny_config(out=tmp_path / "run")).finished
+    assert read_metrics(tmp_path / "run")[-1]["not_finite"] == 8
+
+
+def test_the_row_is_counted_over_a_resume(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        make_not_finite(patch, {2, 3, 4, 5})
+        run(tiny_config(out=tmp_path / "run", stop_after_steps=5))
+    make_not_finite(monkeypatch, {1})
+    with pytest.raises(TrainingDiverged, match="the last of them step 6"):
+        go_on(tmp_path / "run")

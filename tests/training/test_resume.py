@@ -1,0 +1,182 @@
+"""A run that goes on: bit for bit as if it had never stopped, or refused, but never restarted in silence."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, quietly, run
+from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
+
+from stop_mim.errors import InputError
+from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
+from stop_mim.training.config import CheckpointConfig, MaskConfig, PositionsConfig, PredictorConfig, SpeedConfig
+from stop_mim.training.loop import resume
+from stop_mim.training.run_folder import RunFolder, read_metrics
+
+
+@pytest.fixture(scope="module")
+def mixed_images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("mixed") / "images", sizes=((36, 36), (40, 60)))
+
+
+@pytest.fixture(scope="module")
+def equal_images(tmp_path_factory):
+    return write_images(tmp_path_factory.mktemp("equal") / "images")
+
+
+CASES = {
+    "resident": {},
+    "resident folder": {"data": "equal_images"},
+    "resident squashed": {"data": "mixed_images", "speed": SpeedConfig("cpu", "fp32", 4, "resident", 0)},
+    "streaming": {"data": "mixed_images"},
+    "one batch a step": {"speed": SpeedConfig("cpu", batch_size_per_device=8)},
+    "moving sigma": {"positions": MOVING},
+    "learned positions": {"positions": PositionsConfig(kind="learned")},
+    "fixed positions": {"positions": PositionsConfig(kind="sincos")},
+    "release": {"positions": replace(MOVING, convention="release", apply_to="both", covariance="low_rank(2)")},
+    "random masks": {"masks": MaskConfig(kind="random")},
+    "bf16": {"speed": SpeedConfig("cpu", "bf16", 4)},
+    "bf16 between layers": {"speed": SpeedConfig("cpu", "bf16", 4, half_residual=True)},
+    "shared context, recomputed": {
+        "predictor": PredictorConfig(16, 1, 2, shared_context=True),
+        "speed": SpeedConfig("cpu", batch_size_per_device=4, recompute=True),
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_was_stopped_in_mid_epoch_ends_as_if_it_had_not_been(request, tmp_path, case):
+    groups = dict(CASES[case])
+    if "data" in groups:
+        groups["data"] = request.getfixturevalue(groups["data"])
+    whole = run(tiny_config(out=tmp_path / "whole", **groups))
+    assert (whole.step, whole.total_steps, whole.finished, whole.interrupted_by) == (TOTAL, TOTAL, True, None)
+    part = run(tiny_config(out=tmp_path / "parts", stop_after_steps=MID_EPOCH, **groups))
+    assert (part.step, part.total_steps, part.finished) == (MID_EPOCH, TOTAL, False)
+    assert go_on(tmp_path / "parts").finished
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
+    together, apart = comparable(tmp_path / "whole"), comparable(tmp_path / "parts")
+    assert [line["step"] for line in apart] == list(range(1, TOTAL + 1))
+    for one, other in zip(together, apart, strict=True):
+        # The step at which the run was stopped has health signs beside the rest.
+        assert {name: other[name] for name in one} == one
+
+
+def test_several_stops_and_other_numbers_of_workers_change_nothing(tmp_path, mixed_images):
+    run(tiny_config(mixed_images, tmp_path / "whole"))
+    config = tiny_config(mixed_images, tmp_path / "parts", stop_after_steps=1)
+    run(config)
+    for workers, stop in ((2, 7), (0, 8), (1, None)):
+        go_on(tmp_path / "parts", speed=replace(config.speed, workers=workers), stop_after_steps=stop)
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
+
+
+def test_checkpoints_from_before_losses_were_kept_in_them_can_be_continued(tmp_path):
+    run(tiny_config(out=tmp_path / "whole"))
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
+    newest = RunFolder(tmp_path / "run").newest_checkpoint()
+    saved = read_checkpoint(newest)
+    state = {name: value for name, value in saved.state.items() if name not in ("pending_losses", "probe_fingerprint")}
+    assert len(state) == len(saved.state) - 2
+    save_checkpoint(replace(saved, state=state), newest)
+    go_on(tmp_path / "run")
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
+
+
+def test_a_run_goes_on_from_its_start_if_it_has_no_checkpoint(tmp_path):
+    run(tiny_config(out=tmp_path / "whole"))
+    RunFolder(tmp_path / "empty").create(tiny_config(out=tmp_path / "empty"), "tiny")
+    RunFolder(tmp_path / "empty").record(1, {"loss": 7.0})
+    go_on(tmp_path / "empty")
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "empty", TOTAL))
+    assert comparable(tmp_path / "empty") == comparable(tmp_path / "whole")
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path):
+    run(tiny_config(out=tmp_path / "run"))
+    files = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    result = go_on(tmp_path / "run")
+    assert (result.step, result.finished) == (TOTAL, True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").iterdir()} == files
+    assert len(read_metrics(tmp_path / "run")) == TOTAL
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_newest_checkpoint_is_never_passed_over_in_silence(tmp_path):
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
+    newest = RunFolder(tmp_path / "run").newest_checkpoint()
+    damage(newest)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=newest.name):
+        go_on(tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_an_older_checkpoint_can_be_named_and_the_damaged_one_is_out_of_the_way(tmp_path, keep):
+    run(tiny_config(out=tmp_path / "whole"))
+    config = tiny_config(out=tmp_path / "run", checkpoint=CheckpointConfig(4, keep=2), stop_after_steps=MID_EPOCH)
+    run(config)
+    steps = checkpoints_in(tmp_path / "run" / "checkpoints")
+    assert list(steps) == [8, 10]
+    damage(steps[10])
+    text = json.loads((tmp_path / "run" / "config.json").read_text())
+    text["checkpoint"]["keep"] = keep
+    (tmp_path / "run" / "config.json").write_text(json.dumps(text))
+    # Were the damaged one still there, it would be the newest, and the new one of step 9 would be pruned for it.
+    go_on(tmp_path / "run", checkpoint=steps[8], stop_after_steps=9)
+    assert max(checkpoints_in(tmp_path / "run" / "checkpoints")) == 9
+    go_on(tmp_path / "run")
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    run(tiny_config(out=tmp_path / "a", stop_after_steps=4))
+    run(tiny_config(out=tmp_path / "b", stop_after_steps=4, positions=PositionsConfig(kind="learned")))
+    with pytest.raises(InputError, match="does not fit this run"):
+        go_on(tmp_path / "a", checkpoint=RunFolder(tmp_path / "b").newest_checkpoint())
+
+
+def test_changed_data_are_refused(tmp_path):
+    data = write_images(tmp_path / "images")
+    run(tiny_config(data, tmp_path / "run", stop_after_steps=4))
+    state = (data / "000.png").stat()
+    os.utime(data / "000.png", ns=(state.st_atime_ns, state.st_mtime_ns + 1_000_000_000))
+    with pytest.raises(InputError, match="have changed since step 4"):
+        go_on(tmp_path / "run")
+    os.utime(data / "000.png", ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert go_on(tmp_path / "run").finished
+
+
+def test_another_batch_size_per_device_is_told(tmp_path):
+    config = tiny_config(out=tmp_path / "run", stop_after_steps=4)
+    run(config)
+    result, text = quietly(resume, tmp_path / "run", speed=replace(config.speed, batch_size_per_device=8))
+    assert "began with 1 process(es) of 4 images: it goes on with 1 of 8, with other random draws" in text
+    assert result.finished
+
+
+def test_missing_runs_are_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no run"):
+        go_on(tmp_path / "nothing")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("loader", ["resident", "streaming"])
+def test_a_run_on_a_gpu_goes_on_where_it_stopped(tmp_path, equal_images, loader):
+    speed = SpeedConfig("cuda", "auto", 4, loader, 2)
+    run(tiny_config(equal_images, tmp_path / "whole", speed=speed))
+    run(tiny_config(equal_images, tmp_path / "parts", speed=speed, stop_after_steps=MID_EPOCH))
+    go_on(tmp_path / "parts")
+    whole, parts = comparable(tmp_path / "whole"), comparable(tmp_path / "parts")
+    # Sums on a GPU are not in a fixed order.
+    assert [line["loss"] for line in parts] == pytest.approx([line["loss"] for line in whole], rel=1e-3)
+    counters = {t.item() for n, t in checkpoint_at(tmp_path / "parts", TOTAL).tensors.items() if ".step." in n}
+    assert counters == {TOTAL}
