@@ -1,0 +1,120 @@
+"""Folders of images: classes, splits, links, bad files."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from written_images import one_sentence, shades, write
+
+from stop_mim.data.images import BadImage
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("own_folders")
+
+
+def test_class_folders(tmp_path):
+    write(tmp_path / "dog" / "b.PNG", 3)
+    write(tmp_path / "dog" / "deep" / "a.Jpeg", 2, "JPEG")
+    write(tmp_path / "cat" / "z.webp", 1, "WEBP")
+    write(tmp_path / "cat" / ".hidden.png", 9)
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    source = open_source(str(tmp_path))
+    assert source.class_names == ("cat", "dog")
+    assert source.labels["class"].tolist() == [0, 1, 1]
+    assert source.labels["class"].dtype == np.int64
+    assert [os.path.relpath(source.describe(index), tmp_path) for index in range(3)] == [
+        "cat/z.webp",
+        "dog/b.PNG",
+        "dog/deep/a.Jpeg",
+    ]
+    assert source.read(1).tolist() == torch.tensor([3, 0, 0])[:, None, None].expand(3, 4, 6).tolist()
+    assert [source.image_name(index) for index in range(3)] == ["cat/z.webp", "dog/b.PNG", "dog/deep/a.Jpeg"]
+    assert source.size(2) == (4, 6)
+    assert source.stacked() is None
+    with pytest.raises(IndexError):
+        source.read(-1)
+    with pytest.raises(IndexError):
+        source.size(3)
+
+
+def test_a_flat_folder_has_no_labels(tmp_path):
+    for shade in (2, 1):
+        write(tmp_path / f"{shade}.png", shade)
+    source = open_source(str(tmp_path))
+    assert source.labels == {}
+    assert source.class_names == ()
+    assert shades(source) == [1, 2]
+
+
+def test_bad_files_in_a_folder_are_bad_images(tmp_path):
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    write(tmp_path / "gone.png", 1)
+    source = open_source(str(tmp_path))
+    (tmp_path / "gone.png").unlink()
+    for index, reason in ((0, "empty"), (1, "No such file")):
+        for attempt in (source.read, source.size):
+            with pytest.raises(BadImage, match=reason) as error:
+                attempt(index)
+            assert error.value.name == source.describe(index)
+
+
+def test_images_on_both_levels_are_refused(tmp_path):
+    write(tmp_path / "a.png", 1)
+    write(tmp_path / "cat" / "b.png", 2)
+    with pytest.raises(InputError, match=r"both at its top \(a\.png\) and in sub-folders") as error:
+        open_source(str(tmp_path))
+    one_sentence(error)
+
+
+def test_a_folder_without_images_is_refused(tmp_path):
+    (tmp_path / "cat").mkdir()
+    with pytest.raises(InputError, match="holds no images") as error:
+        open_source(str(tmp_path))
+    one_sentence(error)
+
+
+def test_split_folders(tmp_path):
+    write(tmp_path / "train" / "ant" / "a.png", 1)
+    write(tmp_path / "train" / "bee" / "b.png", 2)
+    write(tmp_path / "val" / "bee" / "c.png", 3)
+    assert shades(open_source(str(tmp_path))) == [1, 2]
+    test = open_source(str(tmp_path), "test")
+    assert shades(test) == [3]
+    assert test.labels["class"].tolist() == [1]
+    assert test.image_name(0) == "bee/c.png"
+    with pytest.raises(InputError, match=r"no split 'dev': choose one of train, val\."):
+        open_source(str(tmp_path), "dev")
+    write(tmp_path / "val" / "images" / "d.png", 4)
+    with pytest.raises(InputError, match="images is no class of the training split"):
+        open_source(str(tmp_path), "test")
+
+
+def test_train_may_be_a_class(tmp_path):
+    write(tmp_path / "plane" / "a.png", 1)
+    write(tmp_path / "train" / "b.png", 2)
+    assert open_source(str(tmp_path)).class_names == ("plane", "train")
+
+
+def test_links_are_followed_without_looping(tmp_path):
+    write(tmp_path / "elsewhere" / "a.png", 1)
+    (tmp_path / "set" / "cat").mkdir(parents=True)
+    (tmp_path / "set" / "dog").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "set" / "cat" / "up").symlink_to(tmp_path / "set")
+    source = open_source(str(tmp_path / "set"))
+    assert len(source) == 1
+    assert source.class_names == ("dog",)
+
+
+def test_folder_fingerprints(tmp_path):
+    for folder in ("one", "two"):
+        write(tmp_path / folder / "a.png", 1)
+        os.utime(tmp_path / folder / "a.png", (1000, 1000))
+    one, two = (open_source(str(tmp_path / folder)).fingerprint() for folder in ("one", "two"))
+    assert one == two
+    assert len(one) == 16
+    os.utime(tmp_path / "two" / "a.png", (1000, 2000))
+    assert open_source(str(tmp_path / "two")).fingerprint() != one
+    write(tmp_path / "one" / "b.png", 2)
+    assert open_source(str(tmp_path / "one")).fingerprint() != one

@@ -1,0 +1,60 @@
+"""Data sets of the Hugging Face hub: splits, and what cannot be loaded."""
+
+import pickle
+
+import pytest
+from written_images import encoded, one_sentence, shades
+
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("own_folders")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["ant", "bee"])})
+    rows = {"img": [{"bytes": encoded(shade), "path": None} for shade in (1, 2, 3)], "fine_label": [1, 0, 1]}
+    splits = {"train": rows, "validation": {"img": rows["img"][:1], "fine_label": [0]}}
+    calls = []
+
+    def load_dataset(name, config, split):
+        calls.append((name, config, split))
+        if name != "owner/name":
+            raise FileNotFoundError(f"Couldn't reach {name}.\nNo network.")
+        if split not in splits:
+            raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
+        return datasets.Dataset.from_dict(splits[split], features=features)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+def test_hub_sets(hub):
+    source = open_source("hf:owner/name:small")
+    assert hub == [("owner/name", "small", "train")]
+    assert shades(source) == [1, 2, 3]
+    assert source.size(0) == (4, 6)
+    assert source.labels["class"].tolist() == [1, 0, 1]
+    assert source.class_names == ("ant", "bee")
+    assert source.describe(2) == "hf:owner/name:small[train]#2"
+    assert source.image_name(2) == "row-2"
+    assert source.fingerprint() == open_source("hf:owner/name:small").fingerprint()
+    assert source.fingerprint() != open_source("hf:owner/name:small", "test").fingerprint()
+    assert shades(pickle.loads(pickle.dumps(source))) == [1, 2, 3]
+
+
+def test_the_test_split_of_a_hub_set_falls_back_to_validation(hub):
+    source = open_source("hf:owner/name", "test")
+    assert [split for _, _, split in hub] == ["test", "validation"]
+    assert source.describe(0) == "hf:owner/name[validation]#0"
+    with pytest.raises(InputError, match="Unknown split"):
+        open_source("hf:owner/name", "extra")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_set_that_cannot_be_loaded():
+    with pytest.raises(InputError, match=r"hf:owner/other .*Couldn't reach owner/other. No network\)") as error:
+        open_source("hf:owner/other")
+    one_sentence(error)

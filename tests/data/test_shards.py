@@ -1,0 +1,71 @@
+"""WebDataset's shards: samples, labels, the index."""
+
+import json
+import os
+import tarfile
+
+import pytest
+from written_images import add_member, encoded, one_sentence, shades, write_shard
+
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("own_folders")
+
+
+def test_shards(tmp_path):
+    write_shard(
+        tmp_path / "s-0.tar", [("a.png", encoded(1)), ("a.cls", b"7\n"), ("b.PNG", encoded(2)), ("b.cls", b"3")]
+    )
+    write_shard(
+        tmp_path / "s-1.tar",
+        [
+            ("dir/a.seg.png", encoded(9)),
+            ("dir/a.json", json.dumps({"label": 5}).encode()),
+            ("dir/a.jpg", encoded(3)),
+            ("dir/alone.txt", b"no image"),
+        ],
+    )
+    source = open_source(f"wds:{tmp_path}/s-{{0..1}}.tar")
+    assert shades(source) == [1, 2, 3]
+    assert source.labels["class"].tolist() == [7, 3, 5]
+    assert source.size(2) == (4, 6)
+    assert source.describe(2) == f"{tmp_path / 's-1.tar'}#dir/a.jpg"
+    assert [source.image_name(index) for index in range(3)] == ["a", "b", "dir/a"]
+    assert shades(open_source(f"wds:{tmp_path}/s-*.tar")) == [1, 2, 3]
+    with pytest.raises(IndexError):
+        source.read(3)
+
+
+def test_shards_without_labels(tmp_path):
+    write_shard(tmp_path / "s.tar", [("a.png", encoded(1)), ("b.png", encoded(2)), ("b.cls", b"3")])
+    assert open_source(f"wds:{tmp_path}/s.tar").labels == {}
+
+
+def test_the_index_of_a_shard_is_kept_until_the_shard_changes(tmp_path, monkeypatch):
+    write_shard(tmp_path / "s.tar", [("a.png", encoded(1))])
+    before = open_source(f"wds:{tmp_path}/s.tar").fingerprint()
+    with monkeypatch.context() as patched:
+        patched.setattr(tarfile, "open", lambda *_: pytest.fail("indexed again"))
+        assert shades(open_source(f"wds:{tmp_path}/s.tar")) == [1]
+    write_shard(tmp_path / "s.tar", [("a.png", encoded(1)), ("b.png", encoded(2))])
+    os.utime(tmp_path / "s.tar", (1000, 1000))
+    again = open_source(f"wds:{tmp_path}/s.tar")
+    assert shades(again) == [1, 2]
+    assert again.fingerprint() != before
+
+
+def test_unusable_shards_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"3 of the 3 shards .* are not there, .*s-0\.tar first") as error:
+        open_source(f"wds:{tmp_path}/s-{{0..2}}.tar")
+    one_sentence(error)
+    with tarfile.open(tmp_path / "packed.tar", "w:gz") as archive:
+        add_member(archive, "a.png", encoded(1))
+    with pytest.raises(InputError, match="cannot be read as a tar file"):
+        open_source(f"wds:{tmp_path}/packed.tar")
+    write_shard(tmp_path / "text.tar", [("a.txt", b"text")])
+    with pytest.raises(InputError, match="hold no images"):
+        open_source(f"wds:{tmp_path}/text.tar")
+    write_shard(tmp_path / "label.tar", [("a.png", encoded(1)), ("a.cls", b"cat")])
+    with pytest.raises(InputError, match=r"label\.tar#a\.cls holds b'cat'"):
+        open_source(f"wds:{tmp_path}/label.tar")
