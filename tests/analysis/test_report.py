@@ -1,67 +1,31 @@
 """The report as a file: its numbers are the run's, its texts stay text, and a run of which little is left has a page too."""
 
-import base64
 import json
 import os
 import re
 import shutil
-from html.parser import HTMLParser
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 from analysed_runs import GRID, pretend, tiny_config, train_tiny
+from parsed_page import Parsed, levels
 from rich.console import Console
 
 from stop_mim.analysis.covariance import noise_spectrum
 from stop_mim.analysis.predictions import prediction_maps, sample_images, sample_masks
 from stop_mim.analysis.report import embedded_json, scores_of, settings, write_report
-from stop_mim.analysis.report_data import MAX_IMAGES, position_maps, read_runs, rounded, spread_out, thinned
+from stop_mim.analysis.report_data import MAX_IMAGES
 from stop_mim.analysis.runs import open_run
 from stop_mim.errors import InputError
-from stop_mim.positions import SinCosPositions, StochasticPositions
 from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import Checkpoint, checkpoint_path, save_checkpoint
 from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
-from stop_mim.training.loop import MAX_NOT_FINITE_IN_A_ROW
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
 N_PATCHES = GRID[0] * GRID[1]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&amp;\u2028'\""
-
-
-class Parsed(HTMLParser):
-    """Tags with their attributes, and what is text to a reader."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.text, self.scripts, self._open = [], [], [], []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self._open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag):
-        if tag in self._open:
-            del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
-
-    def handle_data(self, data):
-        if self._open and self._open[-1] == "script":
-            self.scripts[-1] += data
-        else:
-            self.text.append(data)
-
-    @property
-    def data(self):
-        return json.loads(self.scripts[0])
-
-    @property
-    def words(self):
-        return " ".join(" ".join(self.text).split())
 
 
 @pytest.fixture
@@ -72,10 +36,6 @@ def report(tmp_path):
         return Parsed(write_report(list(runs), tmp_path / "report.html", **options).read_text())
 
     return make
-
-
-def levels(packed, *shape):
-    return torch.from_numpy(np.frombuffer(base64.b64decode(packed), np.uint8).copy()).reshape(shape).double() / 255
 
 
 def write_image(path, size=(48, 40)):
@@ -106,20 +66,6 @@ def test_the_spectrum_is_that_of_the_checkpoint(stop_run, report):
     chart = next(chart for chart in page.data["charts"] if chart["title"] == "Spectrum of Σ")
     assert chart["series"][0]["y"] == pytest.approx(spectrum.eigenvalues.tolist(), rel=1e-3)
     assert f"{spectrum.effective_rank:.1f} of 16" in page.words
-
-
-def test_position_maps_are_cosines_and_noise_lowers_them():
-    table = SinCosPositions(GRID, 16)
-    maps = position_maps(StochasticPositions(table, None, sigma=0.5, covariance="identity"), budget=10**6)
-    assert maps["queries"] == list(range(N_PATCHES))
-    low, high = maps["low"], maps["high"]
-    fixed, mean = (low + (high - low) * levels(maps[kind], N_PATCHES, N_PATCHES) for kind in ("fixed", "mean"))
-    assert torch.allclose(
-        fixed, torch.cosine_similarity(table.table()[:, None], table.table()[None], dim=2).double(), atol=0.01
-    )
-    assert (mean.diagonal() < 0.95).all()
-    assert (mean.diagonal() > 0.5).all()
-    assert "mean" not in position_maps(table, budget=10**6)
 
 
 def test_prediction_maps_are_the_models(stop_run, report):
@@ -193,25 +139,6 @@ def test_embedded_json_says_the_same_and_ends_no_script():
 def test_a_name_that_is_no_text_is_no_obstacle(stop_run, report, tmp_path):
     run = pretend(stop_run, tmp_path / os.fsdecode(b"run-\xff"))
     assert "run-?" in report(run).words
-
-
-def test_states(stop_run, tmp_path):
-    finished = read_runs([stop_run])[0]
-    assert (finished.state.kind, finished.state.text) == ("finished", "finished: all 8 steps")
-    stopped = pretend(stop_run, tmp_path / "stopped")
-    lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (stopped / "metrics.jsonl").write_text("".join(lines[:3]))
-    assert read_runs([stopped])[0].state.text == "unfinished: step 3 of 8"
-    diverged = pretend(stop_run, tmp_path / "diverged")
-    warning = (
-        "2026-01-01 00:00:00 Warning: Step 9: the loss or its gradient is not finite (nan); the step was skipped.\n"
-    )
-    with (diverged / "log.txt").open("a") as file:
-        file.write(warning * (MAX_NOT_FINITE_IN_A_ROW - 1))
-    assert read_runs([diverged])[0].state.kind == "finished"
-    with (diverged / "log.txt").open("a") as file:
-        file.write("2026-01-01 00:00:00 Saved step 8.\n" + warning)
-    assert read_runs([diverged])[0].state.kind == "failed"
 
 
 def test_a_run_that_recorded_nothing_has_a_page(report, tmp_path):
@@ -340,27 +267,6 @@ def test_settings_are_in_words(tmp_path):
     assert words["Images"] == "32×48 pixels in patches of 8: 4×6"
     assert words["Positions"] == "stochastic: σ = 0.1 → 0.5, diagonal Σ, on both tokens, release's convention"
     assert words["Masks"] == "75% of the patches, random"
-
-
-def test_a_long_curve_keeps_its_peaks():
-    points = [(float(step), 1.0) for step in range(100_000)]
-    points[54_321] = (54_321.0, 9.0)
-    points[12_345] = (12_345.0, -3.0)
-    kept = thinned(points, 300)
-    assert len(kept) <= 300
-    assert {points[0], points[-1], points[54_321], points[12_345]} <= set(kept)
-    assert kept == sorted(kept)
-    assert thinned(points[:300], 300) == points[:300]
-
-
-def test_queries_are_thinned_to_what_there_is_room_for():
-    assert spread_out((4, 6), 24) == list(range(24))
-    assert spread_out((4, 6), 23) == [0, 2, 4, 12, 14, 16]
-    assert spread_out((4, 6), 1) == [0]
-
-
-def test_numbers_are_rounded_to_four_digits():
-    assert [rounded(value) for value in (0.123456, 12345.6, -1e-9, 0.0)] == [0.1235, 12350.0, -1e-9, 0.0]
 
 
 def test_sixteen_images_stay_below_ten_megabytes(tmp_path):
