@@ -16,12 +16,17 @@ from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, workers_fo
 from stop_mim.training.progress import ProgressDisplay
 
 
-def batches_of_steps(first, last, rank=0, processes=1):
-    """Each tensor that the steps are given, batch by batch."""
+def open_inputs(rank, processes):
+    """The inputs of one of some processes, with their loader."""
     config = tiny_config()
     config = replace(config, optim=replace(config.optim, batch_size=8 * processes))
     inputs, source = StepInputs(config, Ranks(rank, processes, processes, CPU)), open_source(config.data)
-    loader = inputs.open_loader(source, BadImages(source.name, len(source)), ProgressDisplay(shown=False))
+    return inputs, inputs.open_loader(source, BadImages(source.name, len(source)), ProgressDisplay(shown=False))
+
+
+def batches_of_steps(first, last, rank=0, processes=1):
+    """Each tensor that the steps are given, batch by batch."""
+    inputs, loader = open_inputs(rank, processes)
     images = loader.batches(inputs.order(loader), first * inputs.batches_per_step)
     steps = list(islice(inputs.with_masks(images, first), last - first))
     assert [len(step) for step in steps] == [2] * (last - first)
@@ -41,6 +46,12 @@ def test_no_two_batches_are_alike_and_none_of_another_process():
     mine, others = batches_of_steps(0, 2, rank=0, processes=2), batches_of_steps(0, 2, rank=1, processes=2)
     for number, batch in enumerate(mine):
         assert not any(any(are_equal(batch, other)) for other in mine[number + 1 :] + others)
+
+
+def test_an_image_is_seen_by_one_process_alone():
+    orders = [inputs.order(loader) for inputs, loader in (open_inputs(rank, 2) for rank in range(2))]
+    seen = torch.cat([order.indices(batch) for order in orders for batch in range(order.batches_per_epoch)])
+    assert len(seen) == len(seen.unique()) == 48
 
 
 @pytest.mark.parametrize(("cores", "processes", "expected"), [(4, 1, 4), (4, 2, 2), (2, 4, 1), (64, 1, None)])
