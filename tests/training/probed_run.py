@@ -1,27 +1,17 @@
 """A tiny run with a probe of colours, and what is left of it."""
 
-import io
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from rich.console import Console
 from tiny_run import CPU, tiny_config
 
 from stop_mim.training.config import ProbeConfig
 from stop_mim.training.online_probe import make_probe, open_probe_data
-from stop_mim.training.run_folder import read_metrics
 
-TOTAL, MID_EPOCH = 21, 10
 # Batches at 2, 4, 6 …, scores at 7, 14 and 21: a stop at 10 is in the middle of what the loss is averaged over.
 PROBE = ProbeConfig(batch_size=16, every_steps=2, score_every_steps=7, lr=0.02, neighbours=5, memory=40)
 NAMES = ("probe/linear_top1", "probe/knn_top1", "probe/loss")
-
-
-def quietly(function, *arguments, **options):
-    console = Console(file=io.StringIO(), width=200)
-    function(*arguments, console=console, **options)
-    return console.file.getvalue()
 
 
 def probing(colours, out, **groups):
@@ -35,13 +25,6 @@ def a_probe(colours, objective, config=PROBE, seed=0):
 def learn(probe, objective, batches):
     for batch in range(batches):
         probe.learn(objective.target, batch, nullcontext())
-
-
-def measured(folder):
-    """What was measured at each step, but for the speed."""
-    return [
-        {name: value for name, value in line.items() if name != "images_per_second"} for line in read_metrics(folder)
-    ]
 
 
 def is_colour(pixels, number):

@@ -5,7 +5,8 @@ from dataclasses import replace
 import PIL.Image
 import pytest
 import torch
-from probed_run import PROBE, a_probe, is_colour, quietly
+from probed_run import PROBE, a_probe, is_colour
+from quiet_run import quietly
 from tiny_run import COLOURS, CPU, tiny_config, tiny_objective, write_colours
 
 from stop_mim.errors import InputError

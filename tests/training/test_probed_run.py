@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from probed_run import MID_EPOCH, NAMES, TOTAL, measured, probing, quietly
+from probed_run import NAMES, probing
+from quiet_run import MID_EPOCH, TOTAL, comparable, quietly
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_colours
 
@@ -25,8 +26,8 @@ def test_the_run_is_bit_for_bit_the_one_without_a_probe(tmp_path, colours):
     # It did work all the while.
     assert probed["probe.model.head.weight"].abs().sum() > 0
     assert probed["probe.model.seen"] == 16 * (TOTAL // 2)
-    others = [{name: line[name] for name in line if name not in NAMES} for line in measured(tmp_path / "with")]
-    assert others == measured(tmp_path / "without")
+    others = [{name: line[name] for name in line if name not in NAMES} for line in comparable(tmp_path / "with")]
+    assert others == comparable(tmp_path / "without")
 
 
 @pytest.mark.parametrize("log", [LogConfig(1, 5, False), LogConfig(4, 1000, False)], ids=["often", "rarely"])
@@ -38,8 +39,8 @@ def test_a_run_that_was_stopped_has_the_scores_of_one_that_was_not(tmp_path, col
     assert_same_checkpoint(whole, parts)
     kinds = {"model.head", "model.norm", "model.memory_features", "model.memory_classes", "optimiser.exp_avg"}
     assert all(any(name.startswith(f"probe.{kind}") for name in whole.tensors) for kind in kinds)
-    together = measured(tmp_path / "whole")
-    apart = {line["step"]: line for line in measured(tmp_path / "parts")}
+    together = comparable(tmp_path / "whole")
+    apart = {line["step"]: line for line in comparable(tmp_path / "parts")}
     assert [line["step"] for line in together if NAMES[0] in line] == [7, 14, 21]
     assert set(apart) == {line["step"] for line in together} | {MID_EPOCH}
     for line in together:
@@ -56,7 +57,7 @@ def change_config(folder, change):
 def test_a_checkpoint_without_a_probe_can_be_continued_with_one_and_the_other_way_round(tmp_path, colours):
     quietly(train, tiny_config(out=tmp_path / "run", stop_after_steps=4))
     change_config(tmp_path / "run", lambda fields: fields["probe"].update(data=str(colours), every_steps=2))
-    text = quietly(resume, tmp_path / "run", stop_after_steps=8)
+    _, text = quietly(resume, tmp_path / "run", stop_after_steps=8)
     assert "the probe starts anew" in text
     assert checkpoint_at(tmp_path / "run", 8).tensors["probe.model.batches"] == 2
     change_config(tmp_path / "run", lambda fields: fields["probe"].update(data=None))
@@ -69,14 +70,14 @@ def test_other_labelled_images_make_a_new_probe(tmp_path):
     data = write_colours(tmp_path / "colours")
     quietly(train, probing(data, tmp_path / "run", stop_after_steps=6))
     (data / "train" / "red" / "003.png").unlink()
-    text = quietly(resume, tmp_path / "run", stop_after_steps=8)
+    _, text = quietly(resume, tmp_path / "run", stop_after_steps=8)
     assert "the probe starts anew" in text
     assert checkpoint_at(tmp_path / "run", 8).tensors["probe.model.batches"] == 1
 
 
 def test_scores_are_seen_by_all_who_look(tmp_path, colours):
     log = LogConfig(every_steps=5, health_every_steps=100, tensorboard=True)
-    text = quietly(train, probing(colours, tmp_path / "run", log=log))
+    _, text = quietly(train, probing(colours, tmp_path / "run", log=log))
     lines = [line for line in read_metrics(tmp_path / "run") if NAMES[0] in line]
     assert [line["step"] for line in lines] == [7, 14, 21]
     assert re.search(
