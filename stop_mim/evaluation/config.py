@@ -17,6 +17,8 @@ class LinearOptions:
 
     standardise: tuple[bool, ...] = (True, False)
     """With standardised features (+bn), without, or both; the held-out images choose."""
+    layers: tuple[int, ...] = (1, 4)
+    """Features of the last layer, of this many last layers side by side, or of several such choices; the same choose."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
     _check_outputs(config)
     if not config.linear.standardise:
         raise InputError("linear.standardise is empty: give True, False or both.")
+    if not config.linear.layers or min(config.linear.layers) < 1:
+        raise InputError(f"linear.layers is {config.linear.layers}: give numbers of layers, such as 1 4.")
     with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
         session = Session(config, ranks, display)
         plan = make_plan(names, config, display.say)

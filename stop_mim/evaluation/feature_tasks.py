@@ -41,7 +41,7 @@ def feature_scores(
     if not ranks.is_main:
         return iter(())
     if task in ("linear", "clevr"):
-        last = {f"last{layers}": layers for layers in (1, subject.layers)}
+        last = {f"last{layers}": layers for layers in subject.layers}
         return linear_probe(
             {name: subject.chunks(train.last(layers)) for name, layers in last.items()},
             train_labels,

@@ -83,7 +83,7 @@ class EncoderSession:
 
     def __init__(self, session: Session, named: NamedEncoder) -> None:
         self.session, self.name, self.encoder = session, named.name, named.encoder
-        self.layers = min(4, named.encoder.depth)
+        self.layers = sorted({min(count, named.encoder.depth) for count in session.config.linear.layers})
         self.fingerprint = encoder_fingerprint(named.encoder)
         self._folders: dict[tuple[int, View], Path] = {}
         self._features: dict[Path, Features] = {}
@@ -121,7 +121,7 @@ class EncoderSession:
     def _folder(self, source: ImageSource, view: View) -> Path:
         key = id(source), view
         if key not in self._folders:
-            self._folders[key] = features_folder(self.encoder, source, view, self.layers, self.session.ranks.device)
+            self._folders[key] = features_folder(self.encoder, source, view, self.layers[-1], self.session.ranks.device)
         return self._folders[key]
 
     def _source_features(self, source: ImageSource, view: View) -> Features:
@@ -134,7 +134,7 @@ class EncoderSession:
                 self.encoder,
                 source if size is None else DecodedSource(source, size, workers, decoding),
                 view,
-                self.layers,
+                self.layers[-1],
                 session.ranks,
                 folder,
                 images_at_a_time(speed),

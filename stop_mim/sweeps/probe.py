@@ -38,6 +38,8 @@ class Probe:
     list_file: str | None = None
     standardise: tuple[bool, ...] = (True, False)
     """Of the linear probe on labelled images: with standardised features, without, or both."""
+    layers: tuple[int, ...] = (1, 4)
+    """Of the same: of the last layer, of several last ones side by side, or both."""
     seed: int = 0
     """Of held-out parts and draws: the same for every run, so that runs differ in their encoders alone."""
 
@@ -75,7 +77,7 @@ def _evaluation_of(probe: Probe, speed: SpeedConfig) -> EvaluateConfig:
         data=probe.data,
         test_data=probe.test_data,
         seed=probe.seed,
-        linear=LinearOptions(standardise=probe.standardise),
+        linear=LinearOptions(probe.standardise, probe.layers),
         low_shot=LowShotConfig(amounts=probe.amounts, list_file=list_file),
         speed=speed,
     )

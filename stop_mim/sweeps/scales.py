@@ -50,7 +50,7 @@ SCALES = {
             "ViT-S/8 on 64x64 images, 20 epochs of the recipe's 100",
             "stop-tiny-imagenet",
             {"optim.epochs": 20, "optim.warmup_epochs": 2.0, "checkpoint.keep": 1},
-            Probe("labelled", "", tasks=("linear", "knn", "low-shot"), amounts=("1%", "10%"), standardise=(True,)),
+            Probe("labelled", "", tasks=("linear", "knn", "low-shot"), standardise=(True,), layers=(1,)),
             ("linear/top1", "knn/top1@20", "low-shot/1%/top1"),
         ),
         Scale(

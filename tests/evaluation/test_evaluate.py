@@ -146,7 +146,7 @@ def test_mistakes_are_one_sentence(run, colours, davis, tmp_path, capsys):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_the_linear_probe_can_be_of_standardised_features_alone(run, alike):
+def test_the_linear_probe_can_be_of_some_features_alone(run, alike):
     config = replace(QUICK, task=("linear",), data=str(alike))
     (both,) = evaluate([str(run)], config, silent())
     (one,) = evaluate([str(run)], replace(config, linear=LinearOptions((True,))), silent())
@@ -159,3 +159,9 @@ def test_the_linear_probe_can_be_of_standardised_features_alone(run, alike):
     assert "standardise" not in both.protocol
     with pytest.raises(InputError, match="standardise is empty"):
         evaluate([str(run)], replace(config, linear=LinearOptions(())), silent())
+    (last,) = evaluate([str(run)], replace(config, linear=LinearOptions((True,), (1,))), silent())
+    assert {name.split("/")[1] for name in names_of(last) if name.startswith("linear/last")} == {"last1+bn"}
+    assert last.metrics["linear/last1+bn/top1"] == both.metrics["linear/last1+bn/top1"]
+    for wrong in ((), (1, 0)):
+        with pytest.raises(InputError, match="layers is"):
+            evaluate([str(run)], replace(config, linear=LinearOptions(layers=wrong)), silent())
