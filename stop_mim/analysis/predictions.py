@@ -1,7 +1,5 @@
 """What a model predicts of masked patches, and what its features know: heat maps, principal components, neighbours."""
 
-from typing import Protocol, runtime_checkable
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
@@ -17,6 +15,7 @@ from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.neighbours import nearest
+from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Grid
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.build import build_masks
@@ -26,24 +25,9 @@ PCA_COMPONENTS = 3
 PCA_OUTLIERS = 0.01
 
 
-@runtime_checkable
-class FeatureObjective(Protocol):
-    """An objective that predicts features of a target encoder: I-JEPA and data2vec are, MAE, which predicts pixels, is not."""
-
-    encoder: Encoder
-
-    def predict(self, images: Tensor, masks: Masks, generator: torch.Generator | None = None) -> Tensor:
-        """Features of the target patches as predicted from the context."""
-        ...
-
-    def target_features(self, images: Tensor, masks: Masks) -> Tensor:
-        """Features of the target patches as the target encoder sees them in the whole image."""
-        ...
-
-
-def feature_objective(objective: object) -> FeatureObjective:
-    """The objective as one that predicts features, or an InputError."""
-    if not isinstance(objective, FeatureObjective):
+def feature_objective(objective: object) -> TargetObjective:
+    """The objective as one that predicts features, as I-JEPA and data2vec do, and MAE, which predicts pixels, does not."""
+    if not isinstance(objective, TargetObjective):
         raise InputError(
             f"The objective is {type(objective).__name__}, which predicts no features: name a run of ijepa or data2vec."
         )
@@ -79,7 +63,7 @@ def central_target(masks: Masks, grid: Grid, image: int = 0, block: int = 0) -> 
 
 @torch.no_grad()
 def all_features(
-    objective: FeatureObjective, images: UInt8[Tensor, "batch 3 height width"]
+    objective: TargetObjective, images: UInt8[Tensor, "batch 3 height width"]
 ) -> Float[Tensor, "batch n_patches dim"]:
     """Features of every patch as the target encoder gives them, in the space in which predictions are made."""
     normalised = _normalised(objective, images)
@@ -91,7 +75,7 @@ def all_features(
 
 @torch.no_grad()
 def prediction_maps(
-    objective: FeatureObjective, images: UInt8[Tensor, "batch 3 height width"], masks: Masks, temperature: float = 1.0
+    objective: TargetObjective, images: UInt8[Tensor, "batch 3 height width"], masks: Masks, temperature: float = 1.0
 ) -> Float[Tensor, "batch n_masked n_patches"]:
     """For every masked patch, the softmax of the cosines of its predicted features to the features of all patches.
 
@@ -104,7 +88,7 @@ def prediction_maps(
 
 
 def prediction_map(
-    objective: FeatureObjective,
+    objective: TargetObjective,
     image: UInt8[Tensor, "3 height width"],
     masks: Masks,
     patch: int,
@@ -121,7 +105,7 @@ def prediction_map(
 
 
 def _normalised(
-    objective: FeatureObjective, images: UInt8[Tensor, "batch 3 height width"]
+    objective: TargetObjective, images: UInt8[Tensor, "batch 3 height width"]
 ) -> Float[Tensor, "batch 3 height width"]:
     encoder = objective.encoder
     if tuple(images.shape[2:]) != encoder.image_size:

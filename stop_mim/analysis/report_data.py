@@ -17,7 +17,6 @@ from torch import Tensor
 
 from stop_mim.analysis.covariance import noise_spectrum
 from stop_mim.analysis.predictions import (
-    FeatureObjective,
     fitted,
     patch_features,
     pca_maps,
@@ -29,6 +28,7 @@ from stop_mim.analysis.runs import AnalysedRun, RunRecords, check_same_grid, ope
 from stop_mim.analysis.similarity import similarity_maps
 from stop_mim.data.images import BadImage, decode_image
 from stop_mim.errors import InputError
+from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Positions, StochasticPositions
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.loop import MAX_NOT_FINITE_IN_A_ROW
@@ -263,7 +263,7 @@ def spread_out(grid: tuple[int, int], most: int) -> list[int]:
 def _predictions(run: AnalysedRun, images: UInt8[Tensor, "n 3 height width"], budget: int) -> Plain | None:
     """For every image its masks, and for its masked patches to what in the image their predictions are alike."""
     objective = run.objective
-    if not isinstance(objective, FeatureObjective):
+    if not isinstance(objective, TargetObjective):
         return None
     masks = sample_masks(run, len(images))
     maps = prediction_maps(objective, images, masks)

@@ -29,9 +29,10 @@ from stop_mim.training.distributed import Ranks, wait_for_all
 from stop_mim.training.online_probe import evaluation_mode
 
 TestView = Literal["resize_crop", "resize"]
-CHUNK_IMAGES = 16_384
-# Goes into the name of what is stored: to be raised when the same images would give other features.
-VERSION = 1
+# Large enough to be written at the disk's speed, and small: the last one is written while nothing is computed.
+CHUNK_IMAGES = 4096
+# Goes into the name of what is stored: to be raised when the same images would give other features, or other chunks.
+VERSION = 2
 
 
 @dataclass(frozen=True)

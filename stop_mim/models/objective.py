@@ -86,6 +86,16 @@ class TargetObjective(Objective):
         """The target encoder."""
         return self.target
 
+    @abstractmethod
+    def predict(
+        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Features of the target patches as predicted from the context."""
+
+    @abstractmethod
+    def target_features(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> Tensor:
+        """Features of the target patches as the target encoder sees them in the whole image."""
+
     @torch.no_grad()
     def move_target(self, weight: float | Float[Tensor, ""]) -> None:
         """Move the target encoder towards the encoder by this part of the way."""

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import numpy as np
 import PIL.Image
 import pytest
@@ -34,41 +32,38 @@ def images(count=1, seed=0):
     return torch.randint(0, 256, (count, 3, *SIZE), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
 
 
-class Fake:
+@pytest.fixture
+def seer(tmp_path):
     """Every patch has a feature of its own, and masked patch j is predicted to look like patch j + 1."""
-
-    encoder = SimpleNamespace(grid=GRID, image_size=SIZE, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
-
-    def predict(self, images, masks, generator=None):
-        return 3 * torch.eye(N_PATCHES)[masks.targets + 1]
-
-    def target_features(self, images, masks):
-        return 2 * torch.eye(N_PATCHES)[masks.targets]
+    objective = build_objective(tiny_config(tmp_path))
+    objective.predict = lambda images, masks, generator=None: 3 * torch.eye(N_PATCHES)[masks.targets + 1]
+    objective.target_features = lambda images, masks: 2 * torch.eye(N_PATCHES)[masks.targets]
+    return objective
 
 
-def test_a_map_sums_to_one_and_peaks_where_the_prediction_points():
-    maps = prediction_maps(Fake(), images(), MASKS)
+def test_a_map_sums_to_one_and_peaks_where_the_prediction_points(seer):
+    maps = prediction_maps(seer, images(), MASKS)
     assert maps.shape == (1, 4, N_PATCHES)
     assert torch.allclose(maps.sum(-1), torch.ones(1, 4))
     assert maps.argmax(-1).tolist() == [[6, 10, 15, 21]]
     # One cosine is 1 and all others are 0.
     assert maps[0, 0, 6].item() == pytest.approx(np.e / (np.e + N_PATCHES - 1))
-    sharp = prediction_maps(Fake(), images(), MASKS, temperature=0.05)
+    sharp = prediction_maps(seer, images(), MASKS, temperature=0.05)
     assert sharp[0, 0, 6] > 0.99
 
 
-def test_the_map_of_one_patch_is_on_the_grid():
-    one = prediction_map(Fake(), images()[0], MASKS, patch=14)
+def test_the_map_of_one_patch_is_on_the_grid(seer):
+    one = prediction_map(seer, images()[0], MASKS, patch=14)
     assert one.shape == GRID
     assert divmod(int(one.argmax()), GRID[1]) == divmod(15, GRID[1])
     with pytest.raises(InputError, match=r"The patch is 0, which is not masked: choose one of 5, 9, 14, 20"):
-        prediction_map(Fake(), images()[0], MASKS, patch=0)
+        prediction_map(seer, images()[0], MASKS, patch=0)
 
 
-def test_an_image_that_does_not_fit_is_told_in_one_sentence():
+def test_an_image_that_does_not_fit_is_told_in_one_sentence(seer):
     wrong = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
     with pytest.raises(InputError, match=r"An image has 32x32 pixels and the run's have 32x48: cut it to that size\."):
-        prediction_maps(Fake(), wrong, MASKS)
+        prediction_maps(seer, wrong, MASKS)
 
 
 @pytest.mark.parametrize("kind", ["ijepa", "data2vec"])
