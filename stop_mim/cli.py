@@ -175,6 +175,8 @@ def figure(arguments: list[str]) -> None:
         """Folders of runs; several seeds of the same settings are averaged."""
         out: Path = Path("figures")
         """Folder of the figures."""
+        score: str | None = None
+        """The accuracy of figures 1, 3 and 4, such as linear/top1; not given: the nearest to the paper's protocol."""
 
     names = _leading_words(arguments)
     options = parse(FigureOptions(), arguments[len(names) :], "stop-mim figure NAME")
@@ -182,7 +184,7 @@ def figure(arguments: list[str]) -> None:
         raise InputError("figure needs the name of a figure first: 1, 3, 4, 5, 6, covariance, theory or all.")
     from stop_mim.analysis.figures import draw_figures
 
-    for path in draw_figures(names, options.runs, options.out, tell=_print):
+    for path in draw_figures(names, options.runs, options.out, _print, options.score):
         _print(f"Written: {path}")
 
 

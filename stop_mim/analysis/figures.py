@@ -64,17 +64,22 @@ from stop_mim.training.config import PositionsConfig
 
 # Runs side by side in one picture; of more, evenly spaced ones are taken.
 MOST_SIDE_BY_SIDE = 3
+# Figures that show an accuracy.
+SCORED = ("1", "3", "4")
 QUERY_DRAWS = 256
-
-FigureFunction = Callable[[Sequence[Path]], Figure]
 
 
 def draw_figures(
-    names: Sequence[str], runs: Sequence[str | Path], out: str | Path, tell: Callable[[str], None] = lambda text: None
+    names: Sequence[str],
+    runs: Sequence[str | Path],
+    out: str | Path,
+    tell: Callable[[str], None] = lambda text: None,
+    score: str | None = None,
 ) -> list[Path]:
     """Draw figures by name from the folders of runs, each as PDF and PNG; gives their files.
 
-    Of "all" those are left out that these runs do not suffice for; `tell` is told which, and why.
+    Figures of accuracies show `score`, such as linear/top1, or what is nearest to the paper's protocol. Of "all" those are
+    left out that these runs do not suffice for; `tell` is told which, and why.
     """
     unknown = [name for name in names if name not in (*FIGURES, "all")]
     if unknown or not names:
@@ -86,7 +91,8 @@ def draw_figures(
     for name in FIGURES if "all" in names else dict.fromkeys(names):
         try:
             with matplotlib.rc_context(STYLE):
-                written += save_figure(FIGURES[name](paths), Path(out) / f"figure-{name}")
+                asked = (paths, score) if name in SCORED else (paths,)
+                written += save_figure(FIGURES[name](*asked), Path(out) / f"figure-{name}")
         except InputError as error:
             if "all" not in names:
                 raise
@@ -94,7 +100,7 @@ def draw_figures(
     return written
 
 
-def idea_figure(runs: Sequence[Path]) -> Figure:
+def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Figure 1, the idea: a masked patch whose place is certain, the same with noise, samples of positions, what it brings.
 
     The last part needs runs with and without noise that were scored alike, and is left out without them.
@@ -103,7 +109,7 @@ def idea_figure(runs: Sequence[Path]) -> Figure:
     positions, size = run.objective.positions, run.config.encoder.image_size
     assert isinstance(positions, StochasticPositions)
     image, masks = sample_images(run, 1)[0], sample_masks(run, 1)
-    patch, scores = central_target(masks, run.grid), _scores_beside(run, runs)
+    patch, scores = central_target(masks, run.grid), _scores_beside(run, runs, score)
     figure = Figure(figsize=(WIDE, 2.3), layout="constrained")
     ratios = [1, 1, 1.15, *([0.6] if scores else [])]
     panels = figure.subplots(1, len(ratios), gridspec_kw={"width_ratios": ratios})
@@ -136,14 +142,16 @@ def _ratio(run: RunRecords, sigma: float) -> float:
     return abs(math.log(noise_of(run.config).sigma / sigma))
 
 
-def _scores_beside(run: RunRecords, runs: Sequence[Path]) -> tuple[str, dict[str, Spread]] | None:
+def _scores_beside(run: RunRecords, runs: Sequence[Path], score: str | None) -> tuple[str, dict[str, Spread]] | None:
     """The accuracy of this kind of run and of those without noise; None where they cannot be compared."""
     kinds = (noise_of(run.config), Noise("none", 0.0))
     records = [one for one in _records(runs, "1") if noise_of(one.config) in kinds]
     try:
         check_comparable(records)
-        accuracy = common_accuracy(records)
+        accuracy = common_accuracy(records, score)
     except InputError:
+        if score is not None:
+            raise
         return None
     found = spreads_by_sigma(records, lambda one: one.accuracies()[accuracy])
     spreads = {_form(Noise(form, sigma)): value for form, by in found.items() for sigma, value in by.items()}
@@ -170,7 +178,7 @@ def _draw_guesses(axes: Axes, positions: StochasticPositions, patch: int, size: 
     axes.set_xlabel(f"most like its own ψ\nin {100 * shares[patch].item():.4g}% of draws")
 
 
-def learned_covariance_figure(runs: Sequence[Path]) -> Figure:
+def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Figure 3: accuracy against sigma, with a learned covariance and with a fixed one."""
     records = _records(runs, "3")
     forms = {noise_of(run.config).form for run in records}
@@ -180,7 +188,7 @@ def learned_covariance_figure(runs: Sequence[Path]) -> Figure:
             "and at least two values of positions.sigma."
         )
     check_comparable(records)
-    accuracy = common_accuracy(records)
+    accuracy = common_accuracy(records, score)
     figure = Figure(figsize=(NARROW + 0.4, 3.4), layout="constrained")
     axes = figure.subplots()
     draw_against_sigma(axes, spreads_by_sigma(records, lambda run: run.accuracies()[accuracy]), bands=False)
@@ -190,7 +198,7 @@ def learned_covariance_figure(runs: Sequence[Path]) -> Figure:
     return figure
 
 
-def sigma_figure(runs: Sequence[Path]) -> Figure:
+def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Figure 4: norms of A and m̃, and accuracy, against sigma."""
     records = _records(runs, "4")
     records = [run for run in records if noise_of(run.config).form in ("tied", "none")]
@@ -199,7 +207,7 @@ def sigma_figure(runs: Sequence[Path]) -> Figure:
             "Figure 4 is about sigma: name runs with stochastic positions, tied, of at least two values of positions.sigma."
         )
     check_comparable(records, forms=["tied"])
-    accuracy = common_accuracy(records)
+    accuracy = common_accuracy(records, score)
     panels: list[tuple[str, Callable[[RunRecords], float]]] = [
         (r"$\|A\|$ (Frobenius norm)", lambda run: run.newest("health/A_norm")),
         (r"$\|\tilde{m}\|$ (mask token)", lambda run: run.newest("health/mask_token_norm")),
@@ -369,7 +377,7 @@ def _queries(grid: Grid) -> list[int]:
     return [row * columns + column for row, column in places]
 
 
-FIGURES: dict[str, FigureFunction] = {
+FIGURES: dict[str, Callable[..., Figure]] = {
     "1": idea_figure,
     "3": learned_covariance_figure,
     "4": sigma_figure,

@@ -208,8 +208,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def common_accuracy(runs: Sequence[RunRecords]) -> str:
-    """The name of the accuracy, among those that all runs have, that is nearest to the paper's protocol."""
+def common_accuracy(runs: Sequence[RunRecords], score: str | None = None) -> str:
+    """The name of an accuracy that all runs have: the one that is asked for, or the nearest to the paper's protocol."""
     names = [name for name in runs[0].accuracies() if all(name in run.accuracies() for run in runs)]
     if not names:
         lacking = next((run for run in runs if not run.accuracies()), runs[-1])
@@ -217,7 +217,11 @@ def common_accuracy(runs: Sequence[RunRecords]) -> str:
             f"The run {lacking.path} shares no top-1 accuracy with the others: evaluate all of them alike with 'stop-mim "
             "evaluate', or train them with probe.data."
         )
-    return min(names, key=_preference)
+    asked = [name for name in names if score is None or score in (name, name.split(", ")[0])]
+    if not asked:
+        known = ", ".join(dict.fromkeys(name.split(", ")[0] for name in names))
+        raise InputError(f"The runs do not all have the score '{score}': choose one of {known}.")
+    return min(asked, key=_preference)
 
 
 def _preference(name: str) -> int:

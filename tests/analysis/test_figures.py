@@ -187,6 +187,9 @@ def test_mistakes_are_one_sentence_each(sweep, stop_run, tmp_path):
     with pytest.raises(InputError, match="does not fit its run's configuration"):
         draw_figures(["6"], [pixels], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    for scored in ("1", "4"):
+        with pytest.raises(InputError, match="do not all have the score 'guesses': choose one of"):
+            draw_figures([scored], sweep, tmp_path / "out", score="guesses")
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
         draw_figures(["4"], tied, tmp_path / "file" / "below")

@@ -140,6 +140,11 @@ def test_the_accuracy_nearest_to_the_papers_that_all_runs_have(stop_run, tmp_pat
     assert len(runs["both"].accuracies()) == 5
     assert common_accuracy([runs["both"]]).startswith("low-shot/1%/top1, data/train.parquet")
     assert common_accuracy([runs["both"], runs["some"]]).startswith("linear/top1, data/train.parquet")
+    assert common_accuracy([runs["both"]], "linear/top1").startswith("linear/top1, data/train.parquet")
+    with pytest.raises(
+        InputError, match=r"do not all have the score 'linear': choose one of knn/top1@20, linear/top1, low-"
+    ):
+        common_accuracy([runs["both"]], "linear")
     # What was measured in another way has another name, and only the probe of the training is left.
     assert common_accuracy([runs["some"], runs["other"]]) == "probe/linear_top1"
     assert runs["other"].accuracies()["probe/linear_top1"] == 42.0
