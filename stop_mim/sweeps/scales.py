@@ -58,7 +58,7 @@ SCALES = {
             "ViT-B/16, 300 epochs as in the paper's ablations, probed with 1% of the labels",
             "stop-vitb16",
             {"optim.epochs": 300, "checkpoint.keep": 1, "checkpoint.milestone_every_epochs": None},
-            Probe("labelled", "", tasks=("low-shot",), amounts=("1%",)),
+            Probe("labelled", "", tasks=("low-shot",), layers=(1,)),
             ("low-shot/1%/top1",),
         ),
     )
