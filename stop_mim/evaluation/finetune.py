@@ -40,10 +40,11 @@ from stop_mim.evaluation.labelled_training import (
 )
 from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.seeds import derive_seed, seeded_generator
+from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import collect_tensors, restore_tensors
 from stop_mim.training.config import SpeedConfig, require, require_choices
 from stop_mim.training.distributed import Ranks, any_rank, reduce_mean, share
-from stop_mim.training.loop import TrainingDiverged, autocast_for
+from stop_mim.training.loop import TrainingDiverged
 from stop_mim.training.schedules import warmup_cosine
 
 HEAD_STD = 2e-5
@@ -319,8 +320,7 @@ class FinetuneRun:
     def _save(self, state: StateFile, epochs: int) -> None:
         best = {f"best.{name}": tensor for name, tensor in self.best.items()}
         tensors = collect_tensors(self.classifier, self.optimiser) | best
-        values = {"train_loss": self.train_loss, "best_top1": self.best_top1, "best_epoch": self.best_epoch}
-        state.save(epochs, tensors, **values)
+        state.save(epochs, tensors, train_loss=self.train_loss, best_top1=self.best_top1, best_epoch=self.best_epoch)
 
     def _choose(self, epochs: int) -> None:
         if self.held_out is None:

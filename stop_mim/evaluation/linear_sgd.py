@@ -35,10 +35,11 @@ from stop_mim.evaluation.labelled_training import (
 from stop_mim.evaluation.linear_heads import Head, LinearHeads
 from stop_mim.evaluation.protocols import LinearProtocol
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import collect_tensors, restore_tensors
 from stop_mim.training.config import SpeedConfig, require, require_choices
 from stop_mim.training.distributed import Ranks, reduce_mean, share
-from stop_mim.training.loop import TrainingDiverged, autocast_for
+from stop_mim.training.loop import TrainingDiverged
 from stop_mim.training.online_probe import evaluation_mode
 from stop_mim.training.schedules import cosine
 
