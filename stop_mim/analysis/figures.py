@@ -146,6 +146,7 @@ def _scores_beside(run: RunRecords, runs: Sequence[Path], score: str | None) -> 
     """The accuracy of this kind of run and of those without noise; None where they cannot be compared."""
     kinds = (noise_of(run.config), Noise("none", 0.0))
     records = [one for one in _records(runs, "1") if noise_of(one.config) in kinds]
+    records = [one for one in records if one.config.positions.kind != "learned"]
     try:
         check_comparable(records)
         accuracy = common_accuracy(records, score)

@@ -93,6 +93,12 @@ def test_figures_have_their_axes_and_labels(sweep, name, kinds, axes):
             assert one.get_ylabel()
 
 
+def test_figure_1_shows_scores_beside_those_of_fixed_positions_alone(sweep, stop_run, tmp_path):
+    learned = pretend(stop_run, tmp_path / "learned", signs=probed(99.0), positions=PositionsConfig(kind="learned"))
+    bars = FIGURES["1"]([*named(sweep, "tied-0.25", "fixed"), learned]).axes[3].patches
+    assert [bar.get_height() for bar in bars] == [51.0, 53.0]
+
+
 def test_nothing_is_cut_off(sweep):
     for name in ("1", "3", "4", "5", "6", "covariance"):
         with matplotlib.rc_context(STYLE):
