@@ -143,8 +143,8 @@ def speed(options):
     device = choose_device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(json.dumps({"device": name, "torch": torch.__version__, "threads": torch.get_num_threads()}))
-    for name in options.measure:
-        print(json.dumps(SPEEDS[name](device, options.scale)), flush=True)
+    for measure in options.measure:
+        print(json.dumps(SPEEDS[measure](device, options.scale)), flush=True)
 
 
 def agreement(options):

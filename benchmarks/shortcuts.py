@@ -1,15 +1,13 @@
-"""What the options that trade exactness for speed do to the features: a sweep of its own, paired over seeds, for a GPU.
+"""What the options that trade exactness for speed do to the features: a sweep of its own, with the options of all sweeps.
 
-python benchmarks/shortcuts.py --data tiny-imagenet/train.parquet --test-data tiny-imagenet/val.parquet --epochs 5
+python benchmarks/shortcuts.py --scale tiny-imagenet --data tiny-imagenet/train.parquet --test-data tiny-imagenet/val.parquet
+python benchmarks/shortcuts.py --variants default shared-context     # what needs no GPU, at demo scale
 """
 
-from dataclasses import replace
+import sys
 
-import tyro
-
-from stop_mim.sweeps.config import SweepConfig
+from stop_mim.cli import main
 from stop_mim.sweeps.grid import STOP, sweep
-from stop_mim.sweeps.runner import run_sweep
 
 sweep(
     "shortcuts",
@@ -24,4 +22,4 @@ sweep(
 )
 
 if __name__ == "__main__":
-    run_sweep("shortcuts", tyro.cli(SweepConfig, default=replace(SweepConfig(), scale="tiny-imagenet")))
+    main(["sweep", "shortcuts", *sys.argv[1:]])

@@ -51,7 +51,7 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
         train_source, test_source = open_source(config.data), open_source(TEST_SCENES, "test")
         display.say(f"{len(train_source):,} scenes to learn from without labels, {len(test_source):,} to be tested on.")
     threads = torch.get_num_threads()
-    # Its model is too small to be divided: a second thread gains nothing, and on shared cores both wait for each other.
+    # Its model is too small to be divided: threads that sleep while they wait for each other are slower than one alone.
     torch.set_num_threads(1)
     try:
         result = train(config, recipe="demo", console=console)

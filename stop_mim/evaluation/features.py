@@ -186,7 +186,7 @@ def _write_chunks(
 def _write_chunk(path: Path, parts: list[tuple[np.ndarray, Tensor]]) -> None:
     indices = torch.from_numpy(np.concatenate([numbers for numbers, _ in parts] or [np.arange(0)]))
     features = torch.cat([features for _, features in parts]) if parts else torch.empty(0, 0, dtype=torch.half)
-    # Looked at and put in order where they are: a GPU does it in a thousandth of the time.
+    # Looked at and put in order where they are, which may be a GPU.
     if not torch.isfinite(features).all():
         raise InputError(
             "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
