@@ -176,7 +176,7 @@ def figure(arguments: list[str]) -> None:
         out: Path = Path("figures")
         """Folder of the figures."""
         score: str | None = None
-        """The accuracy of figures 1, 3 and 4, such as linear/top1; not given: the nearest to the paper's protocol."""
+        """The accuracy of figures 1, 3 and 4, such as distance/linear/top1; not given: the nearest to the paper's protocol."""
 
     names = _leading_words(arguments)
     options = parse(FigureOptions(), arguments[len(names) :], "stop-mim figure NAME")

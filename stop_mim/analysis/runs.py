@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from stop_mim.data.image_source import digest
 from stop_mim.errors import InputError
+from stop_mim.evaluation.plan import CLEVR_LABELS
 from stop_mim.evaluation.results import RESULTS_FILE, is_accuracy, read_results
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
@@ -217,11 +218,17 @@ def common_accuracy(runs: Sequence[RunRecords], score: str | None = None) -> str
             f"The run {lacking.path} shares no top-1 accuracy with the others: evaluate all of them alike with 'stop-mim "
             "evaluate', or train them with probe.data."
         )
-    asked = [name for name in names if score is None or score in (name, name.split(", ")[0])]
+    asked = [name for name in names if score is None or score in (name, *_short_names(name))]
     if not asked:
-        known = ", ".join(dict.fromkeys(name.split(", ")[0] for name in names))
+        known = ", ".join(dict.fromkeys(_short_names(name)[-1] for name in names))
         raise InputError(f"The runs do not all have the score '{score}': choose one of {known}.")
     return min(asked, key=_preference)
+
+
+def _short_names(name: str) -> list[str]:
+    """What an accuracy may be called: linear/top1, or distance/linear/top1, as in a sweep's summary, where it has a label."""
+    metric, *about = name.split(", ")
+    return [metric, *(f"{label}/{metric}" for label in about[:1] if label in CLEVR_LABELS)]
 
 
 def _preference(name: str) -> int:

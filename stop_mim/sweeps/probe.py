@@ -15,14 +15,13 @@ from stop_mim.evaluation.config import EvaluateConfig, LinearOptions, LowShotCon
 from stop_mim.evaluation.evaluate import evaluate
 from stop_mim.evaluation.features import encoder_fingerprint, pooled_features
 from stop_mim.evaluation.linear import linear_probe
+from stop_mim.evaluation.plan import CLEVR_LABELS
 from stop_mim.evaluation.results import RESULTS_FILE, Evaluation, add_results, is_accuracy, today
 from stop_mim.evaluation.task_data import TaskData, open_task_data
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import environment
-
-SCENE_LABELS = {"count", "distance"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Probe:
     def check(self) -> None:
         """Refuse data without the labels that are needed before hours were spent on training."""
         opened = open_task_data(self.data, self.test_data, seed=self.seed)
-        if self.kind == "scenes" and not {one.label for one in opened} >= SCENE_LABELS:
+        if self.kind == "scenes" and not {one.label for one in opened} >= {*CLEVR_LABELS}:
             raise InputError(f"'{self.data}' has no counts and distances: this scale's probes need scenes.")
         if self.list_file is not None:
             read_image_list(Path(self.list_file), opened[0].train.source)

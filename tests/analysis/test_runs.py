@@ -145,6 +145,14 @@ def test_the_accuracy_nearest_to_the_papers_that_all_runs_have(stop_run, tmp_pat
         InputError, match=r"do not all have the score 'linear': choose one of knn/top1@20, linear/top1, low-"
     ):
         common_accuracy([runs["both"]], "linear")
+    of_both = [
+        evaluation({"linear/top1": value}, label, "scenes") for label, value in (("count", 1.0), ("distance", 2.0))
+    ]
+    scenes = read_records(pretend(stop_run, tmp_path / "scenes", results=of_both))
+    for score, value in (("linear/top1", 1.0), ("count/linear/top1", 1.0), ("distance/linear/top1", 2.0)):
+        assert scenes.accuracies()[common_accuracy([scenes], score)] == value
+    with pytest.raises(InputError, match=r"choose one of count/linear/top1, distance/linear/top1\."):
+        common_accuracy([scenes], "top1")
     # What was measured in another way has another name, and only the probe of the training is left.
     assert common_accuracy([runs["some"], runs["other"]]) == "probe/linear_top1"
     assert runs["other"].accuracies()["probe/linear_top1"] == 42.0
