@@ -10,7 +10,7 @@ from jaxtyping import Bool, UInt8
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from stop_mim.analysis.runs import RunRecords, Spread, grouped, noise_of
@@ -39,6 +39,8 @@ STYLE: Any = {
     "pdf.fonttype": 42,
 }
 PNG_DPI = 200
+# Of a number under an axis, as a part of the narrowest axis of sigmas.
+LABEL_WIDTH = 0.15
 WIDE, NARROW = 7.2, 3.6
 """Widths in inches of figures over two columns and over one."""
 
@@ -139,15 +141,17 @@ def add_legend_below(figure: Figure, axes: Axes, columns: int, title: str | None
 
 
 def set_sigma_axis(axes: Axes, runs: Sequence[RunRecords]) -> None:
-    """A logarithmic axis of the sigmas that were run."""
+    """A logarithmic axis with a tick for every sigma that was run, and its value where there is room for it."""
     sigmas = sorted({noise_of(run.config).sigma for run in runs} - {0.0})
     meaning = "variance" if runs[0].config.positions.convention == "paper" else "standard deviation"
     axes.set_xscale("log")
     axes.set_xlabel(f"σ ({meaning} of n)")
-    if len(sigmas) <= 6:
-        axes.xaxis.set_major_locator(FixedLocator(sigmas))
+    named = sigmas[:1]
+    for sigma in sigmas[1:]:
+        if math.log(sigma / named[-1]) >= LABEL_WIDTH * math.log(sigmas[-1] / sigmas[0]):
+            named.append(sigma)
+    axes.set_xticks(sigmas, [f"{sigma:g}" if sigma in named else "" for sigma in sigmas])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
 
 
 def accuracy_label(name: str) -> str:

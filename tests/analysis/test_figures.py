@@ -1,16 +1,18 @@
 import shutil
 import struct
+from dataclasses import replace
 
 import matplotlib
 import pytest
 import torch
 from analysed_runs import pretend, probed
+from matplotlib.figure import Figure
 
 from stop_mim.analysis import figures, theory
 from stop_mim.analysis.demo_figures import positions_figure
-from stop_mim.analysis.drawing import STYLE, save_figure
+from stop_mim.analysis.drawing import STYLE, save_figure, set_sigma_axis
 from stop_mim.analysis.figures import FIGURES, draw_figures
-from stop_mim.analysis.runs import open_run
+from stop_mim.analysis.runs import open_run, read_records
 from stop_mim.errors import InputError
 from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig
 
@@ -139,6 +141,20 @@ def test_figure_4_shows_norms_and_accuracy_of_tied_runs_alone(sweep):
     low, high = figure.axes[2].collections[0].get_paths()[0].vertices[1:3, 1], 52 + 2**0.5
     assert low.min() == pytest.approx(52 - 2**0.5)
     assert figure.axes[2].collections[0].get_paths()[0].vertices[:, 1].max() == pytest.approx(high + 2)
+
+
+def test_sigmas_that_are_close_share_a_label(stop_run):
+    runs = [
+        replace(records, config=replace(records.config, positions=PositionsConfig(sigma=sigma)))
+        for records in [read_records(stop_run)]
+        for sigma in (0.001, 0.01, 0.1, 0.25, 1.0, 10.0)
+    ]
+    axes = Figure().subplots()
+    set_sigma_axis(axes, runs)
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0.001", "0.01", "0.1", "", "1", "10"]
+    assert axes.get_xticks()[3] == 0.25
+    set_sigma_axis(axes, runs[2:5])
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0.1", "0.25", "1"]
 
 
 def test_one_seed_has_no_band_and_the_figure_says_so(sweep):
