@@ -46,7 +46,7 @@ KERNELS = {
     "_to_copy": "casts",
     "memset|memcpy": "copies",
 }
-OTHERS = {"plain": "plain PyTorch", "lightly": "lightly"}
+OTHERS = {"plain": "plain PyTorch", "lightly": "lightly", "stable-pretraining": "stable-pretraining"}
 COARSE = {"speed.fp8_target": True, "speed.half_residual": True}
 
 # Name of a row: recipe, what it changes, and how it is measured.
@@ -70,6 +70,7 @@ ROWS = {
     "B eager": ("stop-vitb16", {**B, **EAGER}, "step"),
     "B plain": ("ijepa-vitb16", {**B, **EAGER}, "plain"),
     "B lightly, masks for nothing": ("ijepa-vitb16", {**B, **EAGER}, "lightly"),
+    "B stable-pretraining": ("ijepa-vitb16", {**B, **EAGER}, "stable-pretraining"),
     "L plain": ("ijepa-vitl16", {**L, **EAGER}, "plain"),
     "S eager, captured": ("stop-tiny-imagenet", {**S, "speed.compile": False}, "data"),
     "S eager": ("stop-tiny-imagenet", {**S, **EAGER}, "data"),
@@ -77,6 +78,14 @@ ROWS = {
     "H/14 of 128, recomputed": ("stop-vith14", {"optim.batch_size": 128, **EAGER, "speed.recompute": True}, "step"),
     "H/14 of 32": ("stop-vith14", {"optim.batch_size": 32, **EAGER}, "step"),
 }
+
+
+def chosen_rows(wanted: list[str] | None) -> list[str]:
+    """Rows of these names; where no row has the name, those that begin with it."""
+    if not wanted:
+        return list(ROWS)
+    taken = {name for start in wanted for name in ([start] if start in ROWS else ROWS) if name.startswith(start)}
+    return [name for name in ROWS if name in taken]
 
 
 def config_of(name: str, data: str, device: str) -> tuple[TrainConfig, str]:
@@ -92,7 +101,7 @@ def row_main(name: str, data: str, device: str, bench: BenchConfig) -> None:
     started = time.perf_counter()
     workload = Workload(config, way == "data")
     work = _other_work(workload, OTHERS[way]) if way in OTHERS else workload.step
-    work()
+    tokens = work()
     _wait(workload.device)
     first = time.perf_counter() - started
     for _ in range(bench.warmup):
@@ -120,6 +129,8 @@ def row_main(name: str, data: str, device: str, bench: BenchConfig) -> None:
     if busy is not None:
         found["idle_part"] = max(0.0, 1 - busy / step.seconds.median)
         found["kernels_milliseconds"] = kernel_groups(work, workload.device)
+    if way in OTHERS:
+        found["notes"] = [*workload.notes, "{} tokens of context, {} of targets in its first step".format(*tokens)]
     if way == "parts":
         parts: dict[str, Spread] = measure_parts(workload, bench.steps, 3)
         found["parts_milliseconds"] = {part: spread.median * 1000 for part, spread in parts.items()}
@@ -147,10 +158,10 @@ def _other_work(workload: Workload, name: str):
     contender = load_contenders()[name](setting)
     images, given = next(workload.images), workload.draw_masks(0)
 
-    def work() -> None:
+    def work() -> tuple[int, int]:
         masks = contender.collate() if name == OTHERS["plain"] else given
         moved = replace(masks, context=masks.context.to(images.device), targets=masks.targets.to(images.device))
-        contender.step([(images, moved)])
+        return contender.step([(images, moved)])
 
     return work
 
@@ -204,7 +215,7 @@ def _tell(row: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="", help="64x64 images for the rows S; without them these rows are left out")
-    parser.add_argument("--rows", nargs="*", help="measure these alone, by their names or beginnings of them")
+    parser.add_argument("--rows", nargs="*", help="measure these alone, by their names, or by beginnings of names")
     parser.add_argument("--at-once", type=int, default=6, help="rows that are prepared at the same time")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
@@ -221,11 +232,7 @@ def main() -> None:
             traceback.print_exc()
             sys.exit(1)
         return
-    names = [
-        name
-        for name, (_, _, way) in ROWS.items()
-        if (given.data or way != "data") and (not given.rows or any(name.startswith(start) for start in given.rows))
-    ]
+    names = [name for name in chosen_rows(given.rows) if given.data or ROWS[name][2] != "data"]
     options = [f"--{name}={getattr(given, name)}" for name in ("data", "steps", "repeats", "warmup", "device")]
     measure_all(names, options, given.at_once, given.json)
 

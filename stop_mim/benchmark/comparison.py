@@ -111,6 +111,8 @@ def measure_comparison(
             notes.append(f"{name} is left out: {str(error).rstrip('.')}.")
         except torch.cuda.OutOfMemoryError:
             notes.append(f"{name} is left out: it does not fit into memory.")
+        except Exception as error:  # Of somebody else's code; what is measured already must not be lost.
+            notes.append(f"{name} is left out: it failed, with {type(error).__name__}: {_first_line(error)}")
     return found, notes
 
 
@@ -133,6 +135,10 @@ def _measure(
         context, targets = (round(statistics.mean(numbers)) for numbers in zip(*used, strict=True))
         steps.append(ComparedStep(name, way, context, targets, step))
     return steps, [contender.note] if contender.note else []
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _to(masks: Masks, device: torch.device) -> Masks:

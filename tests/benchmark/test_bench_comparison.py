@@ -40,6 +40,17 @@ def test_what_is_not_installed_is_named_and_the_plain_model_is_measured(tiny, sh
     assert "1.00x" in shown
 
 
+def test_an_implementation_that_fails_is_named_and_the_others_are_kept(tiny, short, monkeypatch):
+    def fails(setting):
+        raise TypeError("an argument that it no longer has\nand more")
+
+    contenders = {"broken": fails, "another": lambda setting: Contender(lambda batches: (1, 1), None)}
+    monkeypatch.setattr("stop_mim.benchmark.bench.load_contenders", lambda: contenders)
+    report = run_bench(tiny(), replace(short, compare=True), "tiny")
+    assert [one.name for one in report.comparison] == ["stop-mim", "another"]
+    assert "broken is left out: it failed, with TypeError: an argument that it no longer has" in report.notes
+
+
 def test_an_implementation_gets_the_batches_of_a_step_and_tells_its_tokens(tiny, short, monkeypatch):
     given = []
 

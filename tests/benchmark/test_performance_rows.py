@@ -51,3 +51,9 @@ def test_a_row_is_measured(performance, way, monkeypatch, capsys):
     assert ("parts_milliseconds" in row) == (way == "parts")
     performance._tell(row)
     assert "images/s" in capsys.readouterr().out
+
+
+def test_a_row_is_chosen_by_its_name_and_several_by_their_beginning(performance):
+    assert performance.chosen_rows(["L"]) == ["L"]
+    assert performance.chosen_rows(["H/14", "L plain"]) == ["L plain", *[name for name in performance.ROWS if name[0] == "H"]]
+    assert performance.chosen_rows(None) == list(performance.ROWS)
