@@ -307,7 +307,7 @@ def test_the_gpu_survives_all_kinds_of_files(folder):
     write(folder / "03.jpg", picture(3, 30, 40), subsampling=0)
     write(folder / "04.jpg", picture(4, 1, 1))
     damaged = bytearray(write(folder / "05.jpg", picture(5, 30, 40)))
-    damaged[len(damaged) // 2 : len(damaged) // 2 + 40] = bytes(40)
+    damaged[-60:-20] = bytes(40)  # In the pixels: without its tables the CPU takes a file for no image at all.
     (folder / "05.jpg").write_bytes(damaged)
     ours = take(open_with(folder, "gpu", torch.device("cuda", 0)), 3, crops=True)
     theirs = take(cpu_loader(folder), 3, crops=True)
