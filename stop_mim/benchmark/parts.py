@@ -117,7 +117,8 @@ def _recorded(workload: Workload, name: str, work: Work) -> Work:
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # Threads that decode images may use the device meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
     except torch.cuda.OutOfMemoryError:
         raise

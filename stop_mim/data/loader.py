@@ -29,6 +29,8 @@ Decode = Literal["auto", "cpu", "gpu"]
 STORED_TO_USED = 8 / 7
 SIZES_LOOKED_AT = 256
 BATCHES_AHEAD = 4
+ENOUGH_WORKERS = 7
+"""So many decode photographs faster than a GPU does that trains a ViT-B/16 beside; docs/performance.md has the numbers."""
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 
 
@@ -291,7 +293,8 @@ def _open_streaming(
     workers: int,
     decode: Decode,
 ) -> StreamingLoader:
-    decoder, obstacle = (None, "") if decode == "cpu" else find_gpu_decoder(source, device)
+    decodes_on_cpu = decode == "cpu" or (decode == "auto" and workers >= ENOUGH_WORKERS)
+    decoder, obstacle = (None, "") if decodes_on_cpu else find_gpu_decoder(source, device)
     if decode == "gpu" and decoder is None:
         raise InputError(f"speed.decode is gpu, but {obstacle}: choose auto or cpu.")
     if decoder is not None:

@@ -209,7 +209,7 @@ class SpeedConfig:
     workers: int | None = None
     """Processes that decode streamed images; not given: one a core, at most eight."""
     decode: Decode = "auto"
-    """Where streamed JPEGs are decoded: cpu or gpu; auto: on the GPU if it can."""
+    """Where streamed JPEGs are decoded: cpu or gpu; auto: on the GPU if it can and workers are few."""
     compile: bool | None = None
     """Compile the objective with torch.compile; not given: on a GPU, for runs of at least 500 steps."""
     graph: bool | None = None

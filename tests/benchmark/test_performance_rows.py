@@ -55,5 +55,8 @@ def test_a_row_is_measured(performance, way, monkeypatch, capsys):
 
 def test_a_row_is_chosen_by_its_name_and_several_by_their_beginning(performance):
     assert performance.chosen_rows(["L"]) == ["L"]
-    assert performance.chosen_rows(["H/14", "L plain"]) == ["L plain", *[name for name in performance.ROWS if name[0] == "H"]]
+    assert performance.chosen_rows(["H/14", "L plain"]) == [
+        "L plain",
+        *[name for name in performance.ROWS if name[0] == "H"],
+    ]
     assert performance.chosen_rows(None) == list(performance.ROWS)

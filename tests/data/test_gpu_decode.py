@@ -249,11 +249,11 @@ def test_a_source_of_jpegs_is_known_by_its_files(folder, tmp_path):
     assert not are_jpegs(open_source("scenes:count=4"))
 
 
-def open_with(folder, decode, device=CPU):
+def open_with(folder, decode, device=CPU, workers=2):
     source = open_source(str(folder))
     bad_images = BadImages(source.name, len(source))
     augment = Augment(RICH, (16, 16))
-    return open_loader(source, augment, device, bad_images, 0, mode="streaming", workers=2, decode=decode)
+    return open_loader(source, augment, device, bad_images, 0, mode="streaming", workers=workers, decode=decode)
 
 
 def test_the_gpu_is_chosen_where_there_is_a_decoder_for_it(folder, monkeypatch):
@@ -265,6 +265,15 @@ def test_the_gpu_is_chosen_where_there_is_a_decoder_for_it(folder, monkeypatch):
         assert loader.description == "streaming: 24 images, decoded on cuda:0, read by 2 threads"
     assert not isinstance(open_with(folder, "cpu", cuda), GpuStreamingLoader)
     assert open_with(folder, "cpu", cuda).description == "streaming: 24 images, decoded by 2 workers"
+
+
+def test_many_workers_leave_the_gpu_to_the_model_unless_it_is_asked_for(folder, monkeypatch):
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(loader_module, "gpu_decoder", lambda device: StandIn())
+    kinds = {workers: type(open_with(folder, "auto", cuda, workers)) for workers in (6, 7)}
+    assert kinds == {6: GpuStreamingLoader, 7: StreamingLoader}
+    assert open_with(folder, "auto", cuda, 8).description == "streaming: 24 images, decoded by 8 workers"
+    assert isinstance(open_with(folder, "gpu", cuda, 8), GpuStreamingLoader)
 
 
 def test_without_a_decoder_the_cpu_decodes_and_the_description_says_so(folder, monkeypatch):
