@@ -1,7 +1,7 @@
 """Videos with numbered objects: a folder in DAVIS's layout, or the package's own drawn clips.
 
 A mask holds object numbers, 0 is the background. As in DAVIS's own evaluation the objects of a video are 1 to the highest
-number in its first mask, and void pixels (255) are background.
+number in its first mask, and void pixels (255) are background. Where the first mask is black and white, white is object 1.
 """
 
 import io
@@ -124,7 +124,7 @@ class FolderVideo(Video):
         if not self.has_mask(index):
             return None
         path = self.mask_path(index)
-        mask = read_mask(path, self.max_pixels)
+        mask = read_mask(path, self.max_pixels, white=VOID if self._is_numbered else 1)
         size = self._frame_size(index)
         if tuple(mask.shape) != size:
             raise InputError(
@@ -136,6 +136,12 @@ class FolderVideo(Video):
     def fingerprint(self) -> str:
         """Depends on the names of all files, their sizes and the times they were changed."""
         return digest(self._states())
+
+    @cached_property
+    def _is_numbered(self) -> bool:
+        """Whether the first mask has numbers: a later one of white alone then shows void, and no object."""
+        first = read_mask(self.mask_path(0), self.max_pixels, white=VOID)
+        return bool(((first != 0) & (first != VOID)).any())
 
     def _frame_size(self, index: int) -> tuple[int, int]:
         path = self.frame_paths[index]
@@ -298,10 +304,11 @@ def _scene_options(options: str) -> dict[str, int]:
     return chosen
 
 
-def read_mask(path: Path, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "height width"]:
+def read_mask(path: Path, max_pixels: int = MAX_PIXELS, white: int = 1) -> UInt8[Tensor, "height width"]:
     """The numbers in a mask file: the indices of a palette image or grey values; black and white is one object, 1.
 
-    Coloured pixels are looked up in DAVIS's palette. Void pixels keep their number, 255.
+    Coloured pixels are looked up in DAVIS's palette. Void pixels keep their number, 255; `white` is what they are in black
+    and white.
     """
     try:
         encoded = path.read_bytes()
@@ -314,20 +321,25 @@ def read_mask(path: Path, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "height
     # Pillow's plugins answer corrupt files with a dozen kinds of exceptions.
     except Exception as error:
         raise _unreadable(path, error) from error
-    return torch.from_numpy(_numbers(mode, values, path))
+    numbers = _numbers(mode, values, path)
+    if mode != "P" and np.isin(numbers, (0, VOID)).all():
+        numbers = numbers // VOID * np.uint8(white)
+    return torch.from_numpy(numbers)
 
 
 def _numbers(mode: str, values: np.ndarray, path: Path) -> UInt8[np.ndarray, "height width"]:
-    if mode in ("P", "1"):
-        return values.astype(np.uint8)
+    if mode == "P":
+        return values
+    if mode == "1":
+        return values * np.uint8(VOID)
     if mode not in ("L", "LA", "RGB", "RGBA"):
         raise InputError(f"{path} has pixels of the mode {mode}: save masks as palette images or as 8-bit grey.")
     # DAVIS 2016 has a mask with an alpha channel, which says nothing.
     opaque = values[..., :-1] if mode.endswith("A") else values
     channels = opaque.reshape(*values.shape[:2], -1)
-    if (channels == channels[..., :1]).all() and np.isin(channels[..., 0], (0, 255)).all():
-        return channels[..., 0] // 255
-    return channels[..., 0] if channels.shape[2] == 1 else _palette_indices(channels, path)
+    if channels.shape[2] == 1 or ((channels == channels[..., :1]).all() and np.isin(channels, (0, VOID)).all()):
+        return channels[..., 0]
+    return _palette_indices(channels, path)
 
 
 def _palette_indices(colours: UInt8[np.ndarray, "height width 3"], path: Path) -> UInt8[np.ndarray, "height width"]:
