@@ -1,6 +1,7 @@
 """`stop-mim bench`: a run's training step, its parts, its memory and its speed, measured on this machine."""
 
 import platform
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -27,7 +28,7 @@ from stop_mim.benchmark.measurement import measure_step
 from stop_mim.benchmark.parts import measure_parts, part_names
 from stop_mim.benchmark.scaling import VARIANTS, measure_scaling
 from stop_mim.benchmark.tables import comparison_table, facts_table, scaling_table, step_table
-from stop_mim.benchmark.timing import busy_seconds, forget_peak, peak_memory
+from stop_mim.benchmark.timing import busy_seconds, forget_peak, lacks_memory, peak_memory
 from stop_mim.benchmark.workload import Workload, one_device
 from stop_mim.errors import InputError
 from stop_mim.training.acceleration import is_half
@@ -38,6 +39,7 @@ from stop_mim.training.run_folder import environment
 PROFILED_STEPS = 5
 # The ceiling may move by so much from one implementation to the next before a comparison comes with a warning.
 STEADY = 1.1
+LEAST_WIDTH = 80
 PARTS_NOTE = (
     "Each part is timed on its own, so that they need not add up to the step; backward is forward and backward together less "
     "the forward."
@@ -78,6 +80,8 @@ def run_bench(
 def print_report(report: BenchReport) -> None:
     """All tables, and what has to be said about them."""
     console = Console()
+    # Narrower, the tables would cut their numbers without a sign.
+    console.width = max(console.width, LEAST_WIDTH)
     tables = [step_table(report), facts_table(report)]
     tables += [comparison_table(report)] if report.comparison else []
     tables += [scaling_table(report)] if report.scaling else []
@@ -203,7 +207,8 @@ def hardware_name(device: torch.device) -> str:
     lines = models.read_text().splitlines() if models.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 class _Progress:
@@ -224,7 +229,9 @@ class _Progress:
 def _memory_told(config: TrainConfig, device: torch.device) -> Iterator[None]:
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
         images = config.speed.batch_size_per_device or config.optim.batch_size
         raise InputError(
             f"{images} images at a time do not fit into the memory of {hardware_name(device)}: give fewer with "
@@ -233,7 +240,19 @@ def _memory_told(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 def _check_writable(path: Path) -> None:
-    """Refuse at once what could not be written at the end."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise InputError(f"bench.json is {path}, which {what}: name a file in a folder that is there.")
+    """Refuse at once what could not be written at the end, or must not be replaced by a file."""
+    folder = path.absolute().parent
+    what = ""
+    if path.is_dir():
+        what = "is a folder"
+    elif path.exists() and not path.is_file():
+        what = "is no plain file"
+    elif not folder.is_dir():
+        what = "is in a folder that does not exist"
+    else:
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            what = f"is in a folder that cannot be written ({error.strerror})"
+    if what:
+        raise InputError(f"bench.json is {path}, which {what}: name a file in a folder that can be written.")

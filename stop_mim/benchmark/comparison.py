@@ -17,7 +17,7 @@ from stop_mim.benchmark.config import BenchConfig
 from stop_mim.benchmark.findings import ComparedStep
 from stop_mim.benchmark.flops import TokenCounts
 from stop_mim.benchmark.measurement import measure_step
-from stop_mim.benchmark.timing import forget_peak
+from stop_mim.benchmark.timing import forget_peak, lacks_memory
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.training.config import TrainConfig
@@ -109,10 +109,9 @@ def measure_comparison(
             found, notes = [*found, *steps], [*notes, *note]
         except ImportError as error:
             notes.append(f"{name} is left out: {str(error).rstrip('.')}.")
-        except torch.cuda.OutOfMemoryError:
-            notes.append(f"{name} is left out: it does not fit into memory.")
         except Exception as error:  # Of somebody else's code; what is measured already must not be lost.
-            notes.append(f"{name} is left out: it failed, with {type(error).__name__}: {_first_line(error)}")
+            failed = f"it failed, with {type(error).__name__}: {_first_line(error)}"
+            notes.append(f"{name} is left out: {'it does not fit into memory.' if lacks_memory(error) else failed}")
     return found, notes
 
 

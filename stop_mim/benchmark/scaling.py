@@ -10,7 +10,7 @@ from stop_mim.benchmark.config import BenchConfig
 from stop_mim.benchmark.findings import ScaledStep
 from stop_mim.benchmark.flops import TokenCounts, encoder_dimensions
 from stop_mim.benchmark.measurement import measure_step
-from stop_mim.benchmark.timing import forget_peak
+from stop_mim.benchmark.timing import forget_peak, lacks_memory
 from stop_mim.benchmark.workload import Workload, one_device
 from stop_mim.errors import InputError
 from stop_mim.training.config import TrainConfig
@@ -71,10 +71,12 @@ def _measure(variant: Variant, bench: BenchConfig) -> ScaledStep:
         with closing(Workload(variant.config, uses_data=False)) as workload:
             step = measure_step(workload.step, device, workload.images_per_step, bench)
         return ScaledStep(variant.change, variant.value, step)
-    except torch.cuda.OutOfMemoryError:
-        return ScaledStep(variant.change, variant.value, None, "it does not fit into memory.")
     except InputError as error:
         return ScaledStep(variant.change, variant.value, None, str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        return ScaledStep(variant.change, variant.value, None, "it does not fit into memory.")
 
 
 def _image_size(config: TrainConfig, factor: float) -> Variant:

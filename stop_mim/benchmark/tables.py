@@ -1,5 +1,7 @@
 """What a benchmark found, as tables on the screen."""
 
+from typing import Literal
+
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,7 +18,9 @@ NUMBERS = (
     "images/s",
     "ours is",
     "peak memory",
+    "GiB",
 )
+WHOLE = (*NUMBERS, "implementation", "tokens")
 
 
 def step_table(report: BenchReport) -> Table:
@@ -57,22 +61,24 @@ def facts_table(report: BenchReport) -> Table:
 
 
 def comparison_table(report: BenchReport) -> Table:
-    """Ours and others; how many times as fast as each ours is."""
-    headings = ("implementation", "masks", "tokens", "ms a step", "images/s", "ours is", "peak memory")
+    """Ours and others; how many times as fast as each ours is, and the memory where it can be told."""
+    headings = ("implementation", "masks", "tokens", "images/s", "ours is")
+    tells_memory = any(one.step.peak_memory is not None for one in report.comparison)
     table = _table(
-        "Other implementations: tokens of context + targets, ± half the distance of the quartiles", *headings
+        "Other implementations: tokens of context + targets, ± half the distance of the quartiles",
+        *headings,
+        *["GiB"] * tells_memory,
     )
     ours = report.comparison[0].step.images_per_second.median
     for one in report.comparison:
-        rate = one.step.images_per_second
+        rate, memory = one.step.images_per_second, one.step.peak_memory
         table.add_row(
             escape(one.name),
             escape(one.masks),
-            f"{one.context} + {one.targets}",
-            f"{one.step.seconds.median * 1e3:,.2f}",
-            f"{_rate(rate.median)} ± {_rate((rate.high - rate.low) / 2)}",
+            f"{one.context}+{one.targets}",
+            f"{_rate(rate.median)} ± {_rate((rate.high - rate.low) / 2, beside=rate.median)}",
             f"{ours / rate.median:.2f}x",
-            _gibibytes(one.step.peak_memory),
+            *["" if memory is None else f"{memory / 2**30:,.1f}"] * tells_memory,
         )
     return table
 
@@ -95,13 +101,14 @@ def scaling_table(report: BenchReport) -> Table:
 def _table(title: str, *headings: str, shows_header: bool = True) -> Table:
     table = Table(title=escape(title) or None, title_justify="left", title_style="bold", show_header=shows_header)
     for name in headings:
-        is_number = name in NUMBERS
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        justify: Literal["left", "right"] = "right" if name in NUMBERS else "left"
+        table.add_column(name, justify=justify, no_wrap=name in WHOLE, overflow="fold")
     return table
 
 
-def _rate(images: float) -> str:
-    return f"{images:,.0f}" if images >= 1000 else f"{images:,.1f}"
+def _rate(images: float, beside: float | None = None) -> str:
+    """Images a second, with as many decimals as the rate beside which it stands."""
+    return f"{images:,.{0 if (images if beside is None else beside) >= 1000 else 1}f}"
 
 
 def _milliseconds(seconds: float) -> str:

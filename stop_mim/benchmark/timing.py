@@ -141,3 +141,8 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     # macOS counts bytes, others count kibibytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory was asked for that is not there: the GPU has an error of its own for it, the CPU's is a plain one."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -51,6 +51,14 @@ def test_an_implementation_that_fails_is_named_and_the_others_are_kept(tiny, sho
     assert "broken is left out: it failed, with TypeError: an argument that it no longer has" in report.notes
 
 
+def test_an_implementation_that_does_not_fit_into_the_memory_of_a_cpu_is_named(tiny, short, monkeypatch):
+    monkeypatch.setattr(
+        "stop_mim.benchmark.bench.load_contenders", lambda: {"huge": lambda setting: torch.empty(10**17)}
+    )
+    report = run_bench(tiny(), replace(short, compare=True), "tiny")
+    assert "huge is left out: it does not fit into memory." in report.notes
+
+
 def test_an_implementation_gets_the_batches_of_a_step_and_tells_its_tokens(tiny, short, monkeypatch):
     given = []
 
