@@ -13,6 +13,7 @@ from stop_mim.evaluation.results import (
     RESULTS_FILE,
     Evaluation,
     add_results,
+    require_writable,
     results_document,
     results_table,
     write_csv,
@@ -39,6 +40,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
     with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
         session = Session(config, ranks, display)
         plan = make_plan(names, config, display.say)
+        _check_results_files(config, plan)
         found: list[Evaluation] = []
         for named in plan.encoders:
             for evaluation in _evaluations(session, plan, named):
@@ -46,20 +48,35 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
                 if ranks.is_main and named.run is not None:
                     add_results(named.run / RESULTS_FILE, [evaluation])
     if ranks.is_main:
+        console.print(results_table(found))
         if config.json is not None:
             write_json(config.json, results_document(found))
         if config.csv is not None:
             write_csv(config.csv, found)
-        console.print(results_table(found))
         for path in {named.run for named in plan.encoders if named.run is not None}:
             console.print(f"Written to {path / RESULTS_FILE}", highlight=False, markup=False, soft_wrap=True)
     return found
 
 
 def _check_outputs(config: EvaluateConfig) -> None:
+    """Before anything is computed, since the work would be lost if its results could not be written."""
     for path in (config.json, config.csv):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise InputError(f"{path} cannot be written: name a file in a folder that exists.")
+        if path is not None:
+            if path.is_dir() or not path.absolute().parent.is_dir():
+                raise InputError(f"{path} cannot be written: name a file in a folder that exists.")
+            require_writable(path)
+    if config.json is not None and config.csv is not None and config.json.resolve() == config.csv.resolve():
+        raise InputError(f"json and csv are both {config.json}: name two files.")
+
+
+def _check_results_files(config: EvaluateConfig, plan: Plan) -> None:
+    for path in {named.run / RESULTS_FILE for named in plan.encoders if named.run is not None}:
+        require_writable(path, "let the run's folder be written, or evaluate a copy of its encoder elsewhere")
+        for asked in (config.json, config.csv):
+            if asked is not None and asked.resolve() == path.resolve():
+                raise InputError(
+                    f"{asked} is where the run keeps the results of all its evaluations: name another file."
+                )
 
 
 def _evaluations(session: Session, plan: Plan, named: NamedEncoder | GivenMasks) -> Iterator[Evaluation]:

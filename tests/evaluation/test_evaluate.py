@@ -146,6 +146,28 @@ def test_mistakes_are_one_sentence(run, colours, davis, tmp_path, capsys):
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
+def test_where_results_go_is_checked_before_anything_is_computed(run, colours, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("stop_mim.evaluation.evaluate.EncoderSession", None)
+    knn = ("--task", "knn", "--data", colours)
+    assert "/proc/r.json cannot be written (" in complaint(capsys, run, *knn, "--json", "/proc/r.json")
+    both = ("--json", tmp_path / "r", "--csv", tmp_path / "r")
+    assert f"json and csv are both {tmp_path / 'r'}" in complaint(capsys, run, *knn, *both)
+    (run / "results.json").write_text('{"format": "stop-mim results 1", "evaluations": []}')
+    assert "is where the run keeps" in complaint(capsys, run, *knn, "--json", run / "results.json")
+    assert not [*run.glob(".results*"), *tmp_path.glob(".r*")]
+
+
+def test_the_numbers_are_shown_even_if_their_file_cannot_be_written(run, colours, tmp_path, monkeypatch):
+    def full(*_):
+        raise InputError("the disk is full")
+
+    monkeypatch.setattr("stop_mim.evaluation.evaluate.write_json", full)
+    console = silent()
+    with pytest.raises(InputError, match="the disk is full"):
+        evaluate([str(run)], replace(QUICK, task=("knn",), data=str(colours), json=tmp_path / "r.json"), console)
+    assert "knn/top1@3" in console.file.getvalue()
+
+
 def test_the_linear_probe_can_be_of_some_features_alone(run, alike):
     config = replace(QUICK, task=("linear",), data=str(alike))
     (both,) = evaluate([str(run)], config, silent())
