@@ -95,6 +95,12 @@ class FolderVideo(Video):
             raise InputError(
                 f"The sequence '{name}' has no first mask: put it where it is expected, in {self.mask_path(0)}."
             )
+        frames = {path.stem for path in self.frame_paths}
+        masks = sorted(path for path in mask_folder.glob("*.png") if not path.name.startswith("."))
+        if alone := [path for path in masks if path.stem not in frames]:
+            raise InputError(
+                f"The mask {alone[0]} has no frame in {frame_folder}: put it there as {alone[0].stem}.jpg, or remove the mask."
+            )
 
     def __len__(self) -> int:
         return len(self.frame_paths)
@@ -272,7 +278,7 @@ def _listed_sequences(folder: Path, split: str) -> tuple[str, ...]:
         raise InputError(f"{lists} has no list of the split '{split}': choose among {', '.join(found)}.")
     path = lists / f"{chosen}.txt"
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as text ({error}): copy it again from the data set.") from error
     # A dictionary is a set that keeps the order: the older lists name a sequence once for each of its frames.

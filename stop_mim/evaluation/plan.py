@@ -64,6 +64,10 @@ def _tasks(config: EvaluateConfig, videos: bool, images: bool) -> list[TaskName]
         return [*(IMAGE_TASKS if images else ()), *(("video",) if videos else ())]
     if not videos and "video" in asked and images and len(asked) > 1:
         raise InputError(f"'{config.data}' holds images and no videos: leave the task video out.")
+    if not images and asked != ["video"]:
+        raise InputError(
+            f"'{config.data}' holds videos in DAVIS's layout: its task is video; other tasks need other data."
+        )
     return asked
 
 

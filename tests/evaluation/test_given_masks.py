@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import PIL.Image
 import pytest
-from quick_evaluation import QUICK, silent
+from quick_evaluation import QUICK, complaint, silent
 
 from stop_mim.evaluation.evaluate import evaluate
 
@@ -58,3 +58,25 @@ def test_white_is_an_object_where_the_first_mask_is_black_and_white(tmp_path, fo
     found = scores(truth, tmp_path / "masks", foreground=foreground)
     assert found["J_mean"] == found["F_mean"] == 1
     assert found["n"] == 2
+
+
+def test_a_mask_without_its_frame_is_not_left_out_silently(tmp_path, capsys):
+    truth = davis(tmp_path / "davis", [block((1, 2, 2))] * 4)
+    frame = truth / "JPEGImages/480p/bear/00001.jpg"
+    frame.unlink()
+    said = complaint(capsys, f"masks:{tmp_path}", "--task", "video", "--data", truth)
+    assert f"00001.png has no frame in {frame.parent}" in said
+
+
+def test_a_list_may_begin_with_a_byte_order_mark(tmp_path):
+    masks = [block((1, 2, 2))] * 3
+    truth = davis(tmp_path / "davis", masks)
+    (truth / "ImageSets").mkdir()
+    (truth / "ImageSets" / "val.txt").write_text("bear\n", "utf-8-sig")
+    assert scores(truth, truth / "Annotations")["J_mean"] == 1
+
+
+def test_image_tasks_do_not_take_the_folders_of_videos_for_classes(tmp_path, capsys, run):
+    truth = davis(tmp_path / "davis", [block((1, 2, 2))] * 3)
+    for tasks in (["linear"], ["knn", "video"]):
+        assert "its task is video" in complaint(capsys, run, "--task", *tasks, "--data", truth)
