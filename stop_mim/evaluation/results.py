@@ -79,14 +79,18 @@ def results_table(evaluations: Sequence[Evaluation]) -> Table:
 def _cells(evaluation: Evaluation) -> dict[str, str]:
     intervals, cells = evaluation.intervals(), {}
     for name, value in evaluation.metrics.items():
-        of_one_draw = evaluation.task == "low-shot" and "@" in name
-        if of_one_draw or not (is_accuracy(name) or name.startswith("video/")):
+        if _is_one_of_many(name, evaluation.task) or not (is_accuracy(name) or name.startswith("video/")):
             continue
         spread = evaluation.metrics.get(f"{name}_std")
         low, high = intervals.get(name, (None, None))
         about = f" ± {spread:.1f}" if spread is not None else "" if low is None else f" [{low:.1f}, {high:.1f}]"
         cells[name] = f"{value:.1f}{about}"
     return cells
+
+
+def _is_one_of_many(name: str, task: str) -> bool:
+    """Whether a number is of one draw or of one learning rate, of which the files have all and the table what came of them."""
+    return "@" in (name if task == "low-shot" else name.rpartition("/")[0])
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

@@ -67,6 +67,18 @@ def test_the_table_compares_encoders():
     assert text.count("linear/top1") == 1
 
 
+def test_the_table_has_what_was_chosen_and_the_files_have_every_head(tmp_path):
+    heads = {f"linear_sgd/last1+bn@{lr}/top1": 10.0 for lr in ("0.001", "0.01")}
+    chosen = {"linear_sgd/last1+bn/lr": 0.01, "linear_sgd/last1+bn/top1": 20.0, "linear_sgd/top1": 30.0}
+    sgd = replace(ONE, task="linear-sgd", metrics={**heads, **chosen})
+    text = shown([sgd, replace(ONE, task="knn", metrics={"knn/top1@20": 40.0})])
+    rows = [line.split("│")[1].strip() for line in text.splitlines() if "│" in line]
+    assert rows == ["linear_sgd/last1+bn/top1", "linear_sgd/top1", "knn/top1@20"]
+    write_csv(tmp_path / "r.csv", [sgd])
+    written = {row["metric"] for row in csv.DictReader((tmp_path / "r.csv").read_text().splitlines())}
+    assert written == set(sgd.as_json()["metrics"]) == {*heads, *chosen}
+
+
 def test_files_for_other_programs(tmp_path):
     write_csv(tmp_path / "r.csv", [ONE])
     rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
