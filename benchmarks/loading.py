@@ -2,7 +2,7 @@
 
 python benchmarks/loading.py                          photographs of 500x375 to 224, and images of 64x64 to 64
 python benchmarks/loading.py --folder IMAGES --size 224
-python benchmarks/loading.py --from-data cifar100     real content, resized to the sizes above
+python benchmarks/loading.py --from-data DATA         real content, resized to the sizes above
 
 Both sides deliver batches of bytes on the device. Rounds alternate, and the median counts. "images/s" is by the clock,
 "a core" by the processor time of all processes together, so that work cannot hide in another process.
@@ -134,7 +134,7 @@ def compare(name, folder, size, args, device):
             # The first round fills caches and starts libraries.
             if number:
                 rates[road].append(measured)
-    files = [path.stat().st_size for path in folder.rglob("*.jpg")]
+    files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     print(f"\n{name}: {len(files)} files of {np.mean(files) / 1000:.1f} kB to {size}x{size}, {args.workers} workers")
     print(f"{'':14} {'images/s':>9} {'ratio':>6}  {'a core':>7} {'ratio':>6}")
     medians = {road: [statistics.median(column) for column in zip(*rates[road], strict=True)] for road in roads}
@@ -154,6 +154,8 @@ def main():
     parser.add_argument("--batches", type=int, default=20, help="measured in each round, after the first ones")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    if args.folder is not None and not args.folder.is_dir():
+        parser.error(f"there is no folder {args.folder}")
     device = choose_device("auto")
     print(f"{os.cpu_count()} cores, {device}, torch {torch.__version__}")
     if args.folder is not None:

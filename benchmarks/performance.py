@@ -171,8 +171,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_all(names: list[str], options: list[str], at_once: int, json_file: Path | None) -> None:
-    """All rows, so many prepared at once; a row that fails is told and left out."""
+def measure_all(names: list[str], options: list[str], at_once: int, json_file: Path | None) -> bool:
+    """All rows, so many prepared at once; a row that fails is told and left out. Whether none did."""
     found = []
     for start in range(0, len(names), at_once):
         rows = {name: _start(name, options) for name in names[start : start + at_once]}
@@ -190,6 +190,7 @@ def measure_all(names: list[str], options: list[str], at_once: int, json_file: P
             _tell(row)
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1))
+    return len(found) == len(names)
 
 
 def _start(name: str, options: list[str]) -> subprocess.Popen[str]:
@@ -233,8 +234,13 @@ def main() -> None:
             sys.exit(1)
         return
     names = [name for name in chosen_rows(given.rows) if given.data or ROWS[name][2] != "data"]
+    if missing := [start for start in given.rows or () if not chosen_rows([start])]:
+        parser.error(f"no row begins with {', '.join(missing)}: choose from {'; '.join(ROWS)}")
+    if not names:
+        parser.error("the rows S need --data")
     options = [f"--{name}={getattr(given, name)}" for name in ("data", "steps", "repeats", "warmup", "device")]
-    measure_all(names, options, given.at_once, given.json)
+    if not measure_all(names, options, given.at_once, given.json):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

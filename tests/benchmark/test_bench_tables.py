@@ -70,6 +70,7 @@ def test_a_comparison_on_a_gpu_breaks_no_word_at_80_columns(report):
 def test_memory_has_no_column_where_it_is_told_for_nobody(report):
     text = shown(comparison_table(replace(report, comparison=compared(None))))
     assert "GiB" not in text
+    assert "not told" not in text
     assert "5.88x" in text
 
 

@@ -60,3 +60,15 @@ def test_a_row_is_chosen_by_its_name_and_several_by_their_beginning(performance)
         *[name for name in performance.ROWS if name[0] == "H"],
     ]
     assert performance.chosen_rows(None) == list(performance.ROWS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--rows", "B", "nothing"], "no row begins with nothing"), (["--rows", "S"], "--data")]
+)
+def test_rows_that_cannot_be_measured_are_an_error(performance, monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(performance, "measure_all", lambda *given: True)
+    monkeypatch.setattr(sys, "argv", ["performance.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        performance.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
