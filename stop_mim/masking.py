@@ -46,6 +46,8 @@ class Masks:
 class RandomMasks:
     """Uniform random masking: a part of the patches is the one target block, the rest is context."""
 
+    has_fixed_counts = True
+
     def __init__(self, grid: Grid | int, mask_ratio: float = 0.75) -> None:
         self.grid = as_grid(grid)
         self.target_tokens, self.context_tokens = _split_patches(self.grid, mask_ratio)
@@ -69,6 +71,8 @@ class BlockwiseMasks:
     Rectangles are drawn until they have that many patches; of the last one's, a uniformly random subset is kept. `scale` is
     a part of the grid's area, `aspect` is height over width. Where all of them are too few, random patches fill up.
     """
+
+    has_fixed_counts = True
 
     def __init__(
         self, grid: Grid | int, mask_ratio: float = 0.6, scale: Range = (0.08, 0.4), aspect: Range = (0.3, 3.3)
@@ -130,6 +134,11 @@ class MultiBlockMasks:
         self._tables: dict[torch.device, tuple[BlockShapes, BlockShapes]] = {}
         self._fix_target_tokens(target_tokens)
         self._fix_context_tokens(context_tokens)
+
+    @property
+    def has_fixed_counts(self) -> bool:
+        """Whether all batches have masks of the same shape."""
+        return self.compat is None
 
     def _fix_target_tokens(self, wanted: int | None) -> None:
         areas = self._target_shapes.areas()

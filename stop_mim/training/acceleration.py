@@ -40,13 +40,19 @@ def is_half(precision: str, device: torch.device) -> bool:
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
-def accelerate(step: TrainingStep, speed: SpeedConfig, steps: int, say: Say, warn: Say) -> Step:
-    """The step as `speed` wants it for a run of so many steps: compiled, captured as a CUDA graph, or as it is."""
+def accelerate(
+    step: TrainingStep, speed: SpeedConfig, steps: int, say: Say, warn: Say, fixed_shapes: bool = True
+) -> Step:
+    """The step as `speed` wants it for a run of so many steps: compiled, captured as a CUDA graph, or as it is.
+
+    Batches whose shapes are not fixed would be compiled anew again and again, and cannot be captured.
+    """
     on_gpu = step.ranks.device.type == "cuda"
     require_possible(step.objective, speed, step.ranks)
     prepare_objective(step.objective, speed, step.ranks.device)
-    compiles = speed.compile if speed.compile is not None else on_gpu and steps >= STEPS_WORTH_COMPILING
-    alone_on_gpu = on_gpu and step.ranks.world_size == 1
+    worthwhile = on_gpu and fixed_shapes
+    compiles = speed.compile if speed.compile is not None else worthwhile and steps >= STEPS_WORTH_COMPILING
+    alone_on_gpu = worthwhile and step.ranks.world_size == 1
     captures = speed.graph if speed.graph is not None else alone_on_gpu and steps >= STEPS_WORTH_CAPTURING
     inner: Step = CompiledStep(step, say, warn) if compiles else step
     return CapturedStep(step, inner, warn) if captures else inner
@@ -145,6 +151,8 @@ class CapturedStep:
 
     def __call__(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
         """Take a step."""
+        if not self._is_given_up and self._inputs and _shapes(batches) != _shapes(self._inputs):
+            self._give_up("the shapes of its batches change")
         if self._is_given_up:
             return self._first(batches, values, seed)
         if self._plain_steps < STEPS_BEFORE_CAPTURE:
@@ -187,14 +195,20 @@ class CapturedStep:
             raise
         # Whatever in an objective cannot be recorded: the step was not taken, and can be taken plainly.
         except Exception as error:
-            self._warn(
-                f"The step could not be captured as a CUDA graph ({_reason(error)}): it trains without, slower if the "
-                "model is small."
-            )
-            self._is_given_up, self._inputs = True, []
+            self._give_up(_reason(error))
             return None
         self._recorded = graph, outcome
         return self._recorded
+
+    def _give_up(self, reason: str) -> None:
+        self._warn(
+            f"The step could not be captured as a CUDA graph ({reason}): it trains without, slower if the model is small."
+        )
+        self._is_given_up, self._recorded, self._inputs = True, None, []
+
+
+def _shapes(batches: Batches) -> list[tuple[torch.Size, ...]]:
+    return [(images.shape, masks.context.shape, masks.targets.shape) for images, masks in batches]
 
 
 def _reason(error: Exception) -> str:

@@ -11,6 +11,7 @@ from stop_mim.data.bad_images import BadImages
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.loader import Loader, open_loader
 from stop_mim.data.order import BatchOrder
+from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.build import build_augment, build_masks
@@ -32,6 +33,11 @@ class StepInputs:
         self.per_device, self.batches_per_step = split_batch(config, ranks)
         self._encoder = check_model(config, ranks)
         self.masks = build_masks(config.masks, self._encoder.grid)
+        if config.speed.graph and not self.masks.has_fixed_counts:
+            raise InputError(
+                f"speed.graph is True and masks.compat {config.masks.compat}: those masks change their size from batch to "
+                "batch, which a CUDA graph cannot; leave one of the two out."
+            )
 
     def open_loader(self, source: ImageSource, bad_images: BadImages, display: ProgressDisplay) -> Loader:
         """The loader of these images for this process, as the configuration asks for it."""

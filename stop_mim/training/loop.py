@@ -240,7 +240,8 @@ class Run:
         clip = self.config.optim.clip_gradient_norm
         step = TrainingStep(model, self.objective, self.optimiser, self.ranks, self.autocast, clip)
         # By the length of the whole run, so that a part that is resumed is computed as it would have been.
-        return accelerate(step, self.config.speed, self.total_steps, self._say, self._warn)
+        fixed_shapes = self.inputs.masks.has_fixed_counts
+        return accelerate(step, self.config.speed, self.total_steps, self._say, self._warn, fixed_shapes)
 
     def _is_read_here(self) -> bool:
         """Where outcomes are read, all processes at the same step: on the CPU they are at hand at every one."""

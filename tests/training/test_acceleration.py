@@ -40,11 +40,11 @@ def silent(text):
     raise AssertionError(text)
 
 
-def kinds(speed, steps, device, world_size=1):
+def kinds(speed, steps, device, world_size=1, fixed_shapes=True):
     """What a step becomes, from the outside in; nothing is run, so that the device need not be there."""
     step = make_step()
     step.ranks = Ranks(0, world_size, world_size, device)
-    found = accelerate(step, speed, steps, silent, silent)
+    found = accelerate(step, speed, steps, silent, silent, fixed_shapes)
     names = []
     while isinstance(found, CapturedStep | CompiledStep):
         names.append(type(found).__name__)
@@ -52,6 +52,11 @@ def kinds(speed, steps, device, world_size=1):
     assert isinstance(found, TrainingStep)
     assert is_compiled(found.objective) == ("CompiledStep" in names)
     return names
+
+
+def test_batches_of_changing_shapes_are_neither_compiled_nor_captured_unless_somebody_wants_it():
+    assert kinds(SpeedConfig(), 500, GPU, fixed_shapes=False) == []
+    assert kinds(SpeedConfig(compile=True), 500, GPU, fixed_shapes=False) == ["CompiledStep"]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from stepping import (
 )
 from tiny_run import CPU, tiny_config, write_images
 
+from stop_mim.masking import MultiBlockMasks
 from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, CapturedStep, accelerate, autocast_for
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig, SpeedConfig
@@ -146,6 +147,20 @@ def test_a_step_that_cannot_be_captured_is_taken_plainly_from_there_on(pretended
     assert len(attempts) == len(warned) == 1
     reason = "an operation waits" if str(error) else "RuntimeError"
     assert f"could not be captured as a CUDA graph ({reason}): it trains without" in warned[0]
+
+
+def test_batches_of_changing_shapes_are_trained_on_plainly(pretended_gpu):
+    def batches(number):
+        return make_batches(number, sampler=MultiBlockMasks(4, context_tokens=3 if number < 5 else 2))
+
+    plain, step, warned = make_step(), make_step(), []
+    expected = take(plain, range(8), batches)
+    assert take(captured(step, warned.append), range(8), batches) == expected
+    assert_same_state(state_of(step), state_of(plain))
+    (graph,) = PretendedGraph.instances
+    assert graph.replays == 5 - STEPS_BEFORE_CAPTURE
+    assert len(warned) == 1
+    assert "the shapes of its batches change" in warned[0]
 
 
 def test_want_of_memory_in_a_capture_is_told(pretended_gpu):

@@ -10,7 +10,8 @@ from tiny_run import CPU, tiny_config
 
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.sources import open_source
-from stop_mim.training.config import SpeedConfig
+from stop_mim.errors import InputError
+from stop_mim.training.config import MaskConfig, SpeedConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, workers_for
 from stop_mim.training.progress import ProgressDisplay
@@ -35,6 +36,13 @@ def batches_of_steps(first, last, rank=0, processes=1):
 
 def are_equal(one, other):
     return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def test_a_graph_of_masks_that_change_their_size_is_refused():
+    config = replace(tiny_config(), masks=MaskConfig(compat="release"), speed=SpeedConfig(graph=True))
+    with pytest.raises(InputError, match=r"speed\.graph is True and masks\.compat release"):
+        StepInputs(config, Ranks(0, 1, 1, torch.device("cuda")))
+    assert StepInputs(replace(config, masks=MaskConfig()), Ranks(0, 1, 1, torch.device("cuda"))).masks.has_fixed_counts
 
 
 def test_any_step_can_be_the_first():

@@ -13,7 +13,14 @@ from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import checkpoints_in
-from stop_mim.training.config import CheckpointConfig, PredictorConfig, from_json, to_json
+from stop_mim.training.config import (
+    CheckpointConfig,
+    EncoderConfig,
+    MaskConfig,
+    PredictorConfig,
+    from_json,
+    to_json,
+)
 from stop_mim.training.loop import train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
@@ -30,6 +37,19 @@ def test_the_configuration_decides_whether_blocks_share_a_context():
     for shared in (False, True):
         config = tiny_config(predictor=PredictorConfig(16, 2, 2, shared_context=shared))
         assert build_objective(from_json(to_json(config))).predictor.shared_context == shared
+
+
+@pytest.mark.parametrize("compat", [None, "release"])
+def test_masks_that_change_their_size_are_not_taken_for_fixed_ones(tmp_path, monkeypatch, compat):
+    def accelerated(step, speed, steps, say, warn, fixed_shapes):
+        found.append(fixed_shapes)
+        return step
+
+    found = []
+    monkeypatch.setattr("stop_mim.training.loop.accelerate", accelerated)
+    encoder = EncoderConfig("tiny", image_size=(32, 32), patch_size=4, width=24, depth=2, heads=2)
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=1, encoder=encoder, masks=MaskConfig(compat=compat)))
+    assert found == [compat is None]
 
 
 def test_weights_really_move_and_depend_on_the_seed(tmp_path):
