@@ -1,12 +1,13 @@
 """What an evaluation is asked for, as frozen data: every field has a docstring, which the command line shows as its help."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from stop_mim.evaluation.finetune import FinetuneConfig, finetune_full, finetune_low_shot
 from stop_mim.evaluation.video import PropagationConfig
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import SpeedConfig, require
 
 TaskName = Literal["all", "linear", "linear-sgd", "low-shot", "knn", "finetune", "finetune-low-shot", "clevr", "video"]
 
@@ -41,6 +42,11 @@ class KnnConfig:
     """Numbers of neighbours that vote."""
     temperature: float = 0.07
     """A neighbour weighs exp(cosine / temperature)."""
+
+    def __post_init__(self) -> None:
+        numbers = bool(self.neighbours) and min(self.neighbours) > 0
+        require(self, "knn", "neighbours", numbers, "give one or more whole numbers above zero")
+        require(self, "knn", "temperature", 0 < self.temperature < math.inf, "give a number above zero")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Which images have labels where these are few: those that a list names, or some of each class."""
 
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,24 +17,25 @@ def label_draws(options: LowShotConfig, data: LabelledSet, seed: int) -> dict[st
         return {"list": [_within(read_image_list(options.list_file, data.source), data.indices, options.list_file)]}
     if options.draws < 1 or not options.amounts:
         raise InputError(f"low_shot.draws is {options.draws}: give at least one draw, and at least one amount.")
-    classes = data.classes
+    classes, names = data.classes, data.source.class_names
     return {
-        amount: [data.indices[_draw(amount, classes, seed, draw)] for draw in range(options.draws)]
+        amount: [data.indices[_draw(amount, classes, names, seed, draw)] for draw in range(options.draws)]
         for amount in options.amounts
     }
 
 
-def _draw(amount: str, classes: np.ndarray, seed: int, draw: int) -> np.ndarray:
+def _draw(amount: str, classes: np.ndarray, names: Sequence[str], seed: int, draw: int) -> np.ndarray:
     try:
-        if amount.endswith("%"):
-            drawn = partial(draw_fraction, classes, float(amount[:-1]) / 100)
-        else:
-            drawn = partial(draw_per_class, classes, int(amount))
+        number = float(amount[:-1]) / 100 if amount.endswith("%") else int(amount)
     except ValueError:
-        raise InputError(
-            f"low_shot.amounts has '{amount}': give a part such as 1% or images a class such as 5."
-        ) from None
-    return drawn(seed, draw)
+        number = 0
+    if isinstance(number, float) and 0 < number <= 1:
+        return draw_fraction(classes, number, seed, draw)
+    if isinstance(number, int) and number > 0:
+        return draw_per_class(classes, number, seed, draw, names)
+    raise InputError(
+        f"low_shot.amounts has '{amount}': give a part such as 1%, up to 100%, or images a class such as 5."
+    )
 
 
 def _within(chosen: np.ndarray, own: np.ndarray, path: Path) -> np.ndarray:

@@ -60,6 +60,8 @@ def _kinds_of_data(name: str) -> tuple[bool, bool]:
 
 def _tasks(config: EvaluateConfig, videos: bool, images: bool) -> list[TaskName]:
     asked = list(dict.fromkeys(config.task))
+    if not asked:
+        raise InputError("task is empty: name one or more tasks, such as linear knn, or all.")
     if "all" in asked:
         return [*(IMAGE_TASKS if images else ()), *(("video",) if videos else ())]
     if not videos and "video" in asked and images and len(asked) > 1:
@@ -73,7 +75,7 @@ def _tasks(config: EvaluateConfig, videos: bool, images: bool) -> list[TaskName]
 
 def _open_data(config: EvaluateConfig, tasks: list[TaskName], say: Callable[[str], None]) -> list[TaskData]:
     data = open_task_data(config.data, config.test_data, config.label, config.seed)
-    if tasks == ["clevr"] and not {one.label for one in data} & {*CLEVR_LABELS}:
+    if "clevr" in tasks and not {one.label for one in data} & {*CLEVR_LABELS}:
         raise InputError(
             f"'{config.data}' has no counts and distances: the task clevr needs CLEVR's folder or scenes as --data."
         )

@@ -137,6 +137,8 @@ def test_mistakes_are_one_sentence(run, colours, davis, tmp_path, capsys):
         capsys, run, "--task", "low-shot", "--data", colours, "--low-shot.amounts", "some"
     )
     assert "needs CLEVR's folder or scenes" in complaint(capsys, run, "--task", "clevr", "--data", colours)
+    assert "needs CLEVR's folder or scenes" in complaint(capsys, run, "--task", "clevr", "knn", "--data", colours)
+    assert "task is empty" in complaint(capsys, run, "--task", "--data", colours)
     assert "can only be scored on videos" in complaint(capsys, f"masks:{tmp_path}", *knn)
     assert "cannot be written" in complaint(capsys, run, *knn, "--json", tmp_path / "none" / "r.json")
     shutil.copytree(colours / "train" / "red", tmp_path / "flat")
@@ -155,6 +157,19 @@ def test_where_results_go_is_checked_before_anything_is_computed(run, colours, t
     (run / "results.json").write_text('{"format": "stop-mim results 1", "evaluations": []}')
     assert "is where the run keeps" in complaint(capsys, run, *knn, "--json", run / "results.json")
     assert not [*run.glob(".results*"), *tmp_path.glob(".r*")]
+
+
+def test_labels_are_drawn_before_anything_is_computed(run, colours, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("stop_mim.evaluation.evaluate.EncoderSession", None)
+    (tmp_path / "list.txt").write_text("nobody.png")
+    listed = ("--data", colours, "--low-shot.list-file", tmp_path / "list.txt")
+    for tasks in (["low-shot"], ["linear", "finetune-low-shot"]):
+        assert "'nobody.png' first" in complaint(capsys, run, "--task", *tasks, *listed)
+    for amount in ("0%", "101%", "nan%", "0", "-3", "0.5", "%"):
+        said = complaint(capsys, run, "--task", "low-shot", "--data", colours, f"--low-shot.amounts={amount}")
+        assert f"low_shot.amounts has '{amount}': give a part such as 1%" in said
+    said = complaint(capsys, run, "--task", "low-shot", "--data", colours, "--low-shot.amounts", "99")
+    assert "The class 0 (blue) has 12 images" in said
 
 
 def test_the_numbers_are_shown_even_if_their_file_cannot_be_written(run, colours, tmp_path, monkeypatch):

@@ -1,10 +1,15 @@
 """Nearest neighbours against scikit-learn, however the features are cut into chunks."""
 
+import math
+import re
+
 import numpy as np
 import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
+from stop_mim.errors import InputError
+from stop_mim.evaluation.config import KnnConfig
 from stop_mim.evaluation.knn import knn
 from stop_mim.models import neighbours
 from stop_mim.models.neighbours import knn_votes, nearest
@@ -61,3 +66,11 @@ def test_more_neighbours_than_images_are_all_of_them(clusters):
 def test_votes_do_not_overflow_at_low_temperatures(clusters):
     features, labels, test_features, _ = clusters
     assert torch.isfinite(knn_votes(features, labels, test_features, 5, 5, temperature=1e-4)).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("neighbours", ()), ("neighbours", (5, 0)), ("temperature", 0.0), ("temperature", math.nan)]
+)
+def test_settings_that_mean_nothing_are_refused(field, value):
+    with pytest.raises(InputError, match=re.escape(f"knn.{field} is {value}: give")):
+        KnnConfig(**{field: value})
