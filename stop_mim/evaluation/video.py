@@ -94,6 +94,10 @@ def patch_features(
             f"The encoder gives {len(tokens)} tokens for {patches} patches: use one that gives a token for each patch and "
             "no other."
         )
+    if not torch.isfinite(tokens).all():
+        raise InputError(
+            "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
+        )
     return F.normalize(tokens.float(), dim=1)
 
 

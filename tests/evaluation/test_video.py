@@ -321,14 +321,16 @@ def test_bfloat16_is_for_gpus():
     assert torch.equal(plain, rounded)
 
 
-def test_tokens_that_are_no_patches_are_refused():
+def test_tokens_that_are_no_patches_or_not_finite_are_refused():
     class WithClassToken(MeanColour):
         def __call__(self, images):
-            tokens = super().__call__(images)
-            return torch.cat([tokens[:, :1], tokens], dim=1)
+            return super().__call__(images)[:, [0, *range(320)]]
 
     with pytest.raises(InputError, match="The encoder gives 321 tokens for 320 patches"):
         list(propagate(WithClassToken(), DrawnVideo(), config()))
+    broken = type("Broken", (MeanColour,), {"mean": (math.nan,) * 3})()
+    with pytest.raises(InputError, match="features that are not finite"):
+        list(propagate(broken, DrawnVideo(), config()))
 
 
 @pytest.mark.parametrize(
