@@ -78,7 +78,7 @@ def train(
             run = Run(config, folder, ranks, display)
             origin = None if initialise is None else initialise(run.objective)
             if ranks.is_main:
-                folder.create(replace(config, out=str(path)), recipe)
+                folder.create(replace(config, out=str(path)), recipe, origin)
             wait_for_all(ranks)
             if origin is not None:
                 display.say(f"weights    {origin}")
@@ -101,6 +101,11 @@ def resume(
     config = config if speed is None else replace(config, speed=speed)
     chosen = checkpoint or folder.newest_checkpoint()
     found = None if chosen is None else read_checkpoint(chosen)
+    weights = folder.initial_weights()
+    if found is None and weights is not None:
+        raise InputError(
+            f"{path} was to begin with {weights}, which it never saved: start it again with another --out."
+        )
     with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
         run = Run(config, folder, ranks, display)
         if found is not None:
@@ -364,8 +369,9 @@ class Run:
             tensors = collect_tensors(self.objective, self.optimiser)
             tensors |= {} if self.probe is None else self.probe.tensors()
             folder, config = self.folder.checkpoints, self.config.checkpoint
-            save_checkpoint(Checkpoint(self.step, tensors, state), checkpoint_path(folder, self.step))
-            save_encoder(self.objective.frozen, self.folder.encoder_file)
-            prune_checkpoints(folder, config.keep, self.milestone_steps)
+            with self.folder.writing():
+                save_checkpoint(Checkpoint(self.step, tensors, state), checkpoint_path(folder, self.step))
+                save_encoder(self.objective.frozen, self.folder.encoder_file)
+                prune_checkpoints(folder, config.keep, self.milestone_steps)
             self.folder.log(f"Saved step {self.step}.")
         wait_for_all(self.ranks)

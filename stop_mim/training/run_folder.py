@@ -2,13 +2,17 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.utils.tensorboard import SummaryWriter
 
 from stop_mim.errors import InputError
@@ -45,6 +49,20 @@ class RunFolder:
         others = set(self.path.iterdir()) - set(self._bad_images_files()) if self.path.is_dir() else set()
         if self.path.exists() and (not self.path.is_dir() or others):
             raise InputError(f"{self.path} exists and is not an empty folder: choose another --out.")
+        existing = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise InputError(f"{self.path} cannot be written ({existing} allows no new files): choose another --out.")
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What cannot be written, for want of space or of rights, is an InputError; what is in the folder stays good."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            begun = self.config_file.exists()
+            remedy = f"mend that, then 'stop-mim resume {self.path}'" if begun else "choose another --out"
+            raise InputError(f"{self.path} cannot be written ({reason}): {remedy}.") from error
 
     def discard_bad_images(self) -> None:
         """Forget the bad images of a run that never began: the data may have been repaired since."""
@@ -54,18 +72,28 @@ class RunFolder:
     def _bad_images_files(self) -> list[Path]:
         return list(self.path.glob(f"{self.bad_images_file.stem}*.txt"))
 
-    def create(self, config: TrainConfig, recipe: str) -> None:
-        """Begin the records of a new run."""
+    def create(self, config: TrainConfig, recipe: str, weights: str | None = None) -> None:
+        """Begin the records of a new run, and of the weights that it was given, if any."""
         self.require_new()
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.config_file, lambda file: file.write_text(to_json(config)))
-        self.record_environment({"recipe": recipe})
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            # The configuration comes last: with it there is a run, which must not forget what it began with.
+            self.record_environment({"recipe": recipe, **({} if weights is None else {"weights": weights})})
+            write_atomically(self.config_file, lambda file: file.write_text(to_json(config)))
 
     def record_environment(self, facts: dict[str, Any]) -> None:
         """Add what is known of this session of the run."""
-        sessions = json.loads(self.environment_file.read_text()) if self.environment_file.exists() else []
-        sessions.append({**environment(), **facts})
-        write_atomically(self.environment_file, lambda file: file.write_text(json.dumps(sessions, indent=2)))
+        sessions = [*self._sessions(), {**environment(), **facts}]
+        with self.writing():
+            write_atomically(self.environment_file, lambda file: file.write_text(json.dumps(sessions, indent=2)))
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        if not self.environment_file.exists():
+            return []
+        try:
+            return list(json.loads(self.environment_file.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(f"{self.environment_file} cannot be read ({error}): restore or delete it.") from error
 
     def config(self) -> TrainConfig:
         """The configuration of the run in this folder."""
@@ -73,13 +101,16 @@ class RunFolder:
             raise InputError(f"{self.path} holds no run (no config.json): name the folder of a run.")
         try:
             return from_json(self.config_file.read_text())
-        except (json.JSONDecodeError, TypeError) as error:
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
             raise InputError(f"{self.config_file} cannot be read ({error}): restore it or start a new run.") from error
 
     def recipe(self) -> str:
         """The name of the recipe that the run began with."""
-        sessions = json.loads(self.environment_file.read_text()) if self.environment_file.exists() else []
-        return next((session["recipe"] for session in sessions if "recipe" in session), "custom")
+        return next((session["recipe"] for session in self._sessions() if "recipe" in session), "custom")
+
+    def initial_weights(self) -> str | None:
+        """Which weights the run was given to begin with, in words; None if they were new."""
+        return next((session["weights"] for session in self._sessions() if "weights" in session), None)
 
     def newest_checkpoint(self) -> Path | None:
         """The file of the newest checkpoint, if there is one."""
@@ -87,38 +118,43 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop what was measured after this step, and set later checkpoints aside: those steps come again."""
-        if self.metrics_file.exists():
-            lines = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= step]
-            write_atomically(self.metrics_file, lambda file: file.write_text("".join(f"{line}\n" for line in lines)))
-        for later, path in checkpoints_in(self.checkpoints).items():
-            if later > step:
-                path.replace(path.with_name(f"{path.name}.superseded"))
-        # A process that was killed while it saved leaves half a checkpoint behind.
-        for half in self.checkpoints.glob(".step-*"):
-            half.unlink()
+        with self.writing():
+            if self.metrics_file.exists():
+                lines = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= step]
+                text = "".join(f"{line}\n" for line in lines)
+                write_atomically(self.metrics_file, lambda file: file.write_text(text))
+            for later, path in checkpoints_in(self.checkpoints).items():
+                if later > step:
+                    path.replace(path.with_name(f"{path.name}.superseded"))
+            # A process that was killed while it saved leaves half a checkpoint behind.
+            for half in self.checkpoints.glob(".step-*"):
+                half.unlink()
 
     def open_events(self, step: int) -> None:
         """Begin to write TensorBoard events, after so many steps."""
-        self._writer = SummaryWriter(str(self.events), purge_step=step + 1)
+        with self.writing():
+            self._writer = SummaryWriter(str(self.events), purge_step=step + 1)
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Append measurements after so many steps."""
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+        with self.writing():
+            with self.metrics_file.open("a") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+            if self._writer is not None:
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
 
     def log(self, text: str) -> None:
         """Append a line to the log."""
-        with self.log_file.open("a") as file:
+        with self.writing(), self.log_file.open("a") as file:
             file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
 
     def close(self) -> None:
         """Finish the TensorBoard events."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self.writing():
+                writer.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, quietly, run
+from safetensors import SafetensorError
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
 
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
 from stop_mim.training.config import CheckpointConfig, MaskConfig, PositionsConfig, PredictorConfig, SpeedConfig
-from stop_mim.training.loop import resume
+from stop_mim.training.loop import Run, resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
 
@@ -92,6 +93,35 @@ def test_a_run_goes_on_from_its_start_if_it_has_no_checkpoint(tmp_path):
     go_on(tmp_path / "empty")
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "empty", TOTAL))
     assert comparable(tmp_path / "empty") == comparable(tmp_path / "whole")
+
+
+def test_a_run_never_goes_on_from_new_weights_if_it_was_given_some(tmp_path, monkeypatch):
+    def killed(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        quietly(train, tiny_config(out=tmp_path / "run"), initialise=lambda objective: "the weights of a friend")
+    with pytest.raises(InputError, match="was to begin with the weights of a friend, which it never saved"):
+        quietly(resume, tmp_path / "run")
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_run_that_cannot_be_saved_says_so_and_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    run(tiny_config(out=tmp_path / "whole"))
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=6))
+    with monkeypatch.context() as patch:
+        patch.setattr("stop_mim.training.checkpoint.save_file", full)
+        with pytest.raises(InputError, match=r"No space left.*'stop-mim resume .*run'"):
+            quietly(resume, tmp_path / "run")
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["step-00000004.safetensors", "step-00000006.safetensors"]
+    quietly(resume, tmp_path / "run")
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path):

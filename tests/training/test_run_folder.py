@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,12 +65,44 @@ def test_a_folder_without_a_run_cannot_be_continued(folder):
         folder.config()
 
 
-@pytest.mark.parametrize("text", ["{", '{"optim": 3}', '{"optim": {"lr": "fast"}}', '{"optim": {"rate": 1}}', ""])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"optim": [1]}', '{"optim": 3}', '{"optim": {"lr": "fast"}}', '{"optim": {"rate": 1}}', ""]
+)
 def test_a_configuration_that_cannot_be_read_is_an_input_error(folder, text):
     folder.create(tiny_config(), "tiny")
     folder.config_file.write_text(text)
     with pytest.raises(InputError):
         folder.config()
+
+
+def test_a_place_that_cannot_hold_a_folder_is_refused(folder):
+    folder.path.write_text("")
+    for never in (folder.path / "run", folder.path / "deep" / "run"):
+        with pytest.raises(InputError, match=r"cannot be written .*choose another --out"):
+            RunFolder(never).require_new()
+    with pytest.raises(InputError, match=r"cannot be written .*choose another --out"):
+        RunFolder(Path("/proc/no-such-folder")).create(tiny_config(), "tiny")
+
+
+def test_records_that_cannot_be_read_are_an_input_error(folder):
+    folder.create(tiny_config(), "tiny")
+    folder.environment_file.write_text("")
+    for reads in (folder.recipe, folder.initial_weights, lambda: folder.record_environment({})):
+        with pytest.raises(InputError, match=r"environment\.json cannot be read"):
+            reads()
+    assert folder.environment_file.read_text() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_is_full_is_told_with_the_command_that_goes_on(folder):
+    folder.create(tiny_config(), "tiny")
+    for file, write in (
+        (folder.metrics_file, lambda: folder.record(1, {"loss": 1.0})),
+        (folder.log_file, lambda: folder.log("a line")),
+    ):
+        file.symlink_to("/dev/full")
+        with pytest.raises(InputError, match=f"No space left on device.*stop-mim resume {folder.path}"):
+            write()
 
 
 def test_metrics_are_lines_of_json(folder):
