@@ -220,11 +220,12 @@ class VideoSet(Sequence[Video]):
         return digest(part for video in self.videos for part in (video.name, video.fingerprint()))
 
 
-def open_videos(name: str, split: str = "val") -> VideoSet:
+def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> VideoSet:
     """The videos of a folder in DAVIS's layout, or scenes[:count=…,size=…,frames=…,seed=…].
 
     A folder's ImageSets choose the sequences of the split, those of 2017 before those of 2016 (split="2016/val" names one);
     without such lists all sequences are taken. Drawn clips are the same for each split, since nothing is trained on them.
+    Where frames are not needed and not there, the masks tell which there are.
     """
     kind, _, options = name.partition(":")
     if kind == "scenes":
@@ -235,8 +236,11 @@ def open_videos(name: str, split: str = "val") -> VideoSet:
     # The empty name would be the current folder.
     if not name or not folder.is_dir():
         raise InputError(f"There are no videos '{name}': give a folder with {LAYOUT}, or scenes.")
-    resolution = _resolution(folder)
-    frames, masks = folder / "JPEGImages" / resolution, folder / "Annotations" / resolution
+    all_frames, all_masks = folder / "JPEGImages", folder / "Annotations"
+    if not needs_frames and not all_frames.is_dir():
+        all_frames = all_masks
+    resolution = _resolution(folder, all_frames, all_masks)
+    frames, masks = all_frames / resolution, all_masks / resolution
     sequences = _listed_sequences(folder, split) or sub_folders(frames)
     videos = [FolderVideo(sequence, frames / sequence, masks / sequence) for sequence in sequences]
     for video in videos:
@@ -245,9 +249,8 @@ def open_videos(name: str, split: str = "val") -> VideoSet:
     return VideoSet(name, videos)
 
 
-def _resolution(folder: Path) -> str:
-    """The sub-folder of JPEGImages that holds the sequences: itself ("."), 480p where that is there, or another."""
-    frames, masks = folder / "JPEGImages", folder / "Annotations"
+def _resolution(folder: Path, frames: Path, masks: Path) -> str:
+    """The sub-folder of the frames that holds the sequences: itself ("."), 480p where that is there, or another."""
     names = [name for name in sub_folders(frames) if (masks / name).is_dir()] if frames.is_dir() else []
     if not names:
         raise InputError(f"The folder {folder} is not in DAVIS's layout: it must hold {LAYOUT}.")

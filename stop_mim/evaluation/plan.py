@@ -46,7 +46,8 @@ def make_plan(names: Sequence[str], config: EvaluateConfig, say: Callable[[str],
     data = _open_data(config, tasks, say) if any(task != "video" for task in tasks) else []
     # The options of scenes are those of the stills: beside them, the usual clips are drawn.
     clips = "scenes" if data and may_be_videos else config.data
-    videos = open_videos(clips, config.video.split) if "video" in tasks else None
+    needs_frames = not all(name.startswith(MASKS) for name in names)
+    videos = open_videos(clips, config.video.split, needs_frames) if "video" in tasks else None
     return Plan(tasks, data, videos, [_open(name, config.image_size, tasks) for name in dict.fromkeys(names)])
 
 
@@ -54,7 +55,7 @@ def _kinds_of_data(name: str) -> tuple[bool, bool]:
     """Whether the name may be videos, and whether it may be images."""
     if name.partition(":")[0] == "scenes":
         return True, True
-    is_davis = bool(name) and (Path(name).expanduser() / "JPEGImages").is_dir()
+    is_davis = bool(name) and any((Path(name).expanduser() / part).is_dir() for part in ("JPEGImages", "Annotations"))
     return is_davis, not is_davis
 
 

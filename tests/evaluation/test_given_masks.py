@@ -1,5 +1,6 @@
 """Masks that somebody else made, scored by the command's way: kinds of files, void, what is said of them."""
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import PIL.Image
 import pytest
 from quick_evaluation import QUICK, complaint, silent
 
+from stop_mim.errors import InputError
 from stop_mim.evaluation.evaluate import evaluate
 
 SIZE = (24, 32)
@@ -80,3 +82,16 @@ def test_image_tasks_do_not_take_the_folders_of_videos_for_classes(tmp_path, cap
     truth = davis(tmp_path / "davis", [block((1, 2, 2))] * 3)
     for tasks in (["linear"], ["knn", "video"]):
         assert "its task is video" in complaint(capsys, run, "--task", *tasks, "--data", truth)
+
+
+def test_masks_are_scored_without_the_frames(tmp_path):
+    truth = davis(tmp_path / "davis", [block((1, 2, left), (2, 12, 20)) for left in range(2, 7)], palette=True)
+    for index in range(5):
+        save(tmp_path / f"masks/bear/{index:05d}.png", block((1, 2, 4), (2, 12, 20)))
+    with_frames = scores(truth, tmp_path / "masks")
+    shutil.rmtree(truth / "JPEGImages")
+    assert scores(truth, tmp_path / "masks") == with_frames
+    assert 0.5 < with_frames["J_mean"] < 1
+    config = replace(QUICK, task=("video",), data=str(truth))
+    with pytest.raises(InputError, match="is not in DAVIS's layout: it must hold JPEGImages"):
+        evaluate([f"masks:{tmp_path / 'masks'}", "timm:vit_tiny_patch16_224"], config, silent())
