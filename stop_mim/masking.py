@@ -143,7 +143,7 @@ class MultiBlockMasks:
     def _fix_target_tokens(self, wanted: int | None) -> None:
         areas = self._target_shapes.areas()
         self.mean_block_area = float((areas * self._target_shapes.probabilities).sum())
-        self.target_tokens = wanted or self._target_shapes.area_quantile(TOO_SMALL_BLOCKS)
+        self.target_tokens = self._target_shapes.area_quantile(TOO_SMALL_BLOCKS) if wanted is None else wanted
         if not 1 <= self.target_tokens <= int(areas.max()):
             raise InputError(
                 f"masks.target_tokens is {self.target_tokens}: target blocks on a grid of {_grid_name(self.grid)} have 1 "
@@ -152,13 +152,15 @@ class MultiBlockMasks:
         self._target_shapes = self._target_shapes.at_least(self.target_tokens)
 
     def _fix_context_tokens(self, wanted: int | None) -> None:
+        if wanted is not None and wanted < 1:
+            raise InputError(f"masks.context_tokens is {wanted}: give a number above zero, or leave it out.")
         generator = torch.Generator().manual_seed(0)
         targets, context = self._draw_blocks(4096, "cpu", generator)
         available = (context & ~targets.any(1)).sum(1)
         self.mean_context_available = float(available.float().mean())
         spare = math.prod(self.grid) - self.n_blocks * self.target_tokens
         usual = int(available.float().quantile(TOO_SMALL_CONTEXTS, interpolation="lower"))
-        self.context_tokens = wanted or min(usual, spare)
+        self.context_tokens = min(usual, spare) if wanted is None else wanted
         # Counts for which there may be no room beside blocks that do not overlap must be usual ones.
         least = FEASIBLE_LAYOUTS if self.context_tokens <= spare else USUAL_LAYOUTS
         feasible = float((available >= self.context_tokens).float().mean())

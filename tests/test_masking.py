@@ -223,6 +223,8 @@ class TestRelease:
         (lambda: MultiBlockMasks(8, target_scale=(0.5, 1.5)), "masks.target_scale is 0.5 to 1.5"),
         (lambda: MultiBlockMasks(8, target_aspect=(1.5, 0.5)), "masks.target_aspect is 1.5 to 0.5"),
         (lambda: MultiBlockMasks(8, target_tokens=30), "masks.target_tokens is 30"),
+        (lambda: MultiBlockMasks(8, target_tokens=0), "masks.target_tokens is 0"),
+        (lambda: MultiBlockMasks(8, context_tokens=0), "masks.context_tokens is 0"),
         (lambda: MultiBlockMasks(8, context_tokens=60), "at most 3[0-9] context patches and 60 are wanted"),
         (lambda: MultiBlockMasks(8, n_blocks=0), "masks.n_blocks is 0"),
         (lambda: RandomMasks(8, mask_ratio=1.0), "masks.mask_ratio is 1.0"),

@@ -83,6 +83,9 @@ class PredictorConfig:
     shared_context: bool = False
     """Context tokens attend to each other alone, once for all target blocks (ijepa; ours, not the paper's; faster)."""
 
+    def __post_init__(self) -> None:
+        require(self, "predictor", "heads", self.heads is None or self.heads > 0, "give a number above zero")
+
 
 @dataclass(frozen=True)
 class PositionsConfig:
@@ -146,6 +149,9 @@ class MaskConfig:
 
     def __post_init__(self) -> None:
         require_choices(self, "masks")
+        for name in ("target_tokens", "context_tokens"):
+            value = getattr(self, name)
+            require(self, "masks", name, value is None or value > 0, "give a number above zero")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from stop_mim.training.checkpoint import (
 )
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks, any_rank, broadcast, process_group, share, wait_for_all
+from stop_mim.training.feasibility import require_effects
 from stop_mim.training.health import HealthMonitor, HealthSigns, measure_health
 from stop_mim.training.inputs import StepInputs
 from stop_mim.training.interruption import Interruption, catch_interruption
@@ -67,6 +68,7 @@ def train(
     initialise: Callable[[Objective], str] | None = None,
 ) -> TrainResult:
     """Run a new configuration to its end, in a folder of its own; `initialise` puts weights in, and says which."""
+    require_effects(config)
     with process_group(config.speed.device) as ranks:
         path = Path(broadcast(str(config.out or default_path(recipe)), ranks))
         folder = RunFolder(path)

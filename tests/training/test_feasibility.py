@@ -7,9 +7,18 @@ from quiet_run import run
 from tiny_run import CPU, tiny_config
 
 from stop_mim.errors import InputError
-from stop_mim.training.config import MaskConfig, PositionsConfig, SpeedConfig, TrainConfig
+from stop_mim.sweeps.grid import SWEEPS, with_overrides
+from stop_mim.training.config import (
+    MaskConfig,
+    ObjectiveConfig,
+    PositionsConfig,
+    PredictorConfig,
+    SpeedConfig,
+    TrainConfig,
+)
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.feasibility import split_batch
+from stop_mim.training.feasibility import require_effects, split_batch
+from stop_mim.training.recipes import RECIPES
 
 
 def test_what_is_wrong_is_told_before_the_data_are_read_and_the_folder_is_made(tmp_path):
@@ -23,6 +32,37 @@ def test_what_is_wrong_is_told_before_the_data_are_read_and_the_folder_is_made(t
     refused("masks do not fit", masks=MaskConfig(context_tokens=16))
     refused("positions cannot be made", positions=PositionsConfig(covariance="tight"))
     refused("no larger than the data set", data="scenes:count=4,size=32")
+
+
+NO_EFFECT = [
+    ({"objective": ObjectiveConfig("mae", target_resolution="max")}, "objective.target_resolution is max"),
+    ({"objective": ObjectiveConfig("data2vec", l1_strength=0.5)}, "objective.l1_strength is 0.5"),
+    (
+        {"objective": ObjectiveConfig("mae"), "predictor": PredictorConfig(16, 1, shared_context=True)},
+        "predictor.shared_context is True and objective.kind mae",
+    ),
+    ({"positions": PositionsConfig("sincos", sigma_start=0.1)}, "positions.sigma_start is 0.1"),
+    ({"positions": PositionsConfig("learned", covariance="identity")}, "positions.covariance is identity"),
+    ({"positions": PositionsConfig("sincos", apply_to="both")}, "positions.apply_to is both"),
+    ({"positions": PositionsConfig(jitter_learned=True)}, "positions.jitter_learned is True"),
+    ({"masks": MaskConfig("random", target_tokens=3)}, "masks.target_tokens is 3"),
+    ({"masks": MaskConfig("blockwise", context_tokens=3)}, "masks.context_tokens is 3"),
+    ({"masks": MaskConfig("random", compat="release")}, "masks.compat is release and masks.kind random"),
+]
+
+
+@pytest.mark.parametrize(("groups", "message"), NO_EFFECT)
+def test_what_would_have_no_effect_is_refused(tmp_path, groups, message):
+    with pytest.raises(InputError, match=f"^{message}.*with which it has no effect: leave it out, or choose"):
+        run(tiny_config(data=tmp_path / "missing", out=tmp_path / "run", **groups))
+
+
+def test_every_recipe_and_every_variant_of_a_sweep_has_the_effects_that_it_asks_for():
+    for make in RECIPES.values():
+        require_effects(make())
+    for sweep in SWEEPS.values():
+        for variant in sweep.variants:
+            require_effects(with_overrides(tiny_config(), variant.overrides))
 
 
 def ranks(world_size):
