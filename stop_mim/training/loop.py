@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import Tensor
 
 from stop_mim.data.bad_images import BadImages
+from stop_mim.data.loader import ResidentLoader
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import save_encoder
@@ -109,7 +110,7 @@ def resume(
             f"{path} was to begin with {weights}, which it never saved: start it again with another --out."
         )
     with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
-        run = Run(config, folder, ranks, display)
+        run = Run(_with_same_loader(config, found, ranks), folder, ranks, display)
         if found is not None:
             run.restore(found)
         if ranks.is_main:
@@ -117,6 +118,14 @@ def resume(
             folder.record_environment({"resumed_at_step": run.step})
         wait_for_all(ranks)
         return run.train()
+
+
+def _with_same_loader(config: TrainConfig, found: Checkpoint | None, ranks: Ranks) -> TrainConfig:
+    """Images are resident or streamed as they were before: how much memory is free must not decide which crops come."""
+    before = {} if found is None else found.state
+    if config.speed.loader != "auto" or "loader" not in before or before["device"] != ranks.device.type:
+        return config
+    return replace(config, speed=replace(config.speed, loader=before["loader"]))
 
 
 class Run:
@@ -135,6 +144,7 @@ class Run:
         self.data_fingerprint = source.fingerprint()
         list_file = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
         self.loader = self.inputs.open_loader(source, BadImages(source.name, len(source), list_file), display)
+        self.loader_mode = "resident" if isinstance(self.loader, ResidentLoader) else "streaming"
         self.order = self.inputs.order(self.loader)
         self.steps_per_epoch = self.order.steps_per_epoch
         self.total_steps = config.optim.epochs * self.steps_per_epoch
@@ -186,6 +196,11 @@ class Run:
             self.display.say(
                 f"This run began with {state['world_size']} process(es) of {state['batch_size_per_device']} images: it goes on "
                 f"with {self.ranks.world_size} of {self.inputs.per_device}, with other random draws.",
+                style="yellow",
+            )
+        if state.get("loader", self.loader_mode) != self.loader_mode:
+            self.display.say(
+                f"The images were {state['loader']} before and are {self.loader_mode} now: the run goes on with other crops.",
                 style="yellow",
             )
         restore_tensors(checkpoint, self.objective, self.optimiser)
@@ -362,6 +377,8 @@ class Run:
                 "data_fingerprint": self.data_fingerprint,
                 "world_size": self.ranks.world_size,
                 "batch_size_per_device": self.inputs.per_device,
+                "device": self.ranks.device.type,
+                "loader": self.loader_mode,
                 "not_finite": self.not_finite,
                 "not_finite_in_a_row": self.not_finite_in_a_row,
                 "first_health": None if self.monitor.first is None else asdict(self.monitor.first),

@@ -74,13 +74,14 @@ def test_several_stops_and_other_numbers_of_workers_change_nothing(tmp_path, mix
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
 
 
-def test_checkpoints_from_before_losses_were_kept_in_them_can_be_continued(tmp_path):
+def test_checkpoints_of_earlier_versions_can_be_continued(tmp_path):
     run(tiny_config(out=tmp_path / "whole"))
     run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
     newest = RunFolder(tmp_path / "run").newest_checkpoint()
     saved = read_checkpoint(newest)
-    state = {name: value for name, value in saved.state.items() if name not in ("pending_losses", "probe_fingerprint")}
-    assert len(state) == len(saved.state) - 2
+    newer = {"pending_losses", "probe_fingerprint", "loader", "device"}
+    assert newer <= set(saved.state)
+    state = {name: value for name, value in saved.state.items() if name not in newer}
     save_checkpoint(replace(saved, state=state), newest)
     go_on(tmp_path / "run")
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
@@ -191,6 +192,24 @@ def test_another_batch_size_per_device_is_told(tmp_path):
     result, text = quietly(resume, tmp_path / "run", speed=replace(config.speed, batch_size_per_device=8))
     assert "began with 1 process(es) of 4 images: it goes on with 1 of 8, with other random draws" in text
     assert result.finished
+
+
+def test_a_run_whose_memory_became_scarce_has_the_images_where_they_were(tmp_path, equal_images, monkeypatch):
+    run(tiny_config(equal_images, tmp_path / "whole"))
+    run(tiny_config(equal_images, tmp_path / "stopped", stop_after_steps=MID_EPOCH))
+    monkeypatch.setattr("stop_mim.data.loader.resident_budget", lambda device, processes_on_host=1: 0)
+    go_on(tmp_path / "stopped")
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "stopped", TOTAL))
+
+
+def test_another_loader_is_told_if_it_is_asked_for(tmp_path, equal_images):
+    config = tiny_config(equal_images, tmp_path / "run", stop_after_steps=1)
+    run(config)
+    streaming = replace(config.speed, loader="streaming")
+    _, text = quietly(resume, tmp_path / "run", speed=streaming, stop_after_steps=2)
+    assert "The images were resident before and are streaming now: the run goes on with other crops." in text
+    _, text = quietly(resume, tmp_path / "run", speed=streaming, stop_after_steps=3)
+    assert "The images were" not in text
 
 
 def test_missing_runs_are_refused(tmp_path):
