@@ -11,6 +11,7 @@ from stop_mim.errors import InputError
 from stop_mim.exchange.loading import SAFETENSORS, is_checkpoint, load_encoder, split_part
 from stop_mim.exchange.pickles import read_pickle
 from stop_mim.exchange.released import is_release, released_model
+from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.encoder import ENCODER_FILE, Encoder, misfit
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.models.objective import Objective
@@ -18,6 +19,9 @@ from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import PositionsConfig, TrainConfig
 from stop_mim.training.run_folder import RunFolder
+
+SAME_POSITIONS = 1e-3
+"""Half precision rounds positions by less."""
 
 
 def initialise(objective: Objective, name: str | Path) -> str:
@@ -96,6 +100,14 @@ def _from_encoder(objective: Objective, name: str | Path) -> str:
         theirs, own = getattr(encoder, what), getattr(ours, what)
         if torch.tensor(theirs).sub(torch.tensor(own)).abs().max() > 1e-7:
             raise InputError(f"{name} does not fit the encoder of this run: its {what} is {theirs}, here it is {own}.")
+    # Its student has positions of its own, which must be those that its teacher finds in the encoder.
+    if isinstance(objective, Data2Vec) and not torch.allclose(
+        encoder.vit.pos_embed[0].cpu(), objective.positions.table().cpu(), atol=SAME_POSITIONS
+    ):
+        raise InputError(
+            f"{name} has other positions than the sine-cosine ones of data2vec: choose an encoder with those, or another "
+            "objective.kind."
+        )
     for part in (ours, objective.frozen):
         part.vit.load_state_dict(encoder.vit.state_dict(), strict=True)
     return f"the encoder of {name}; what predicts is new"

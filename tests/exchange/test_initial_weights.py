@@ -128,6 +128,17 @@ def test_an_encoder_for_any_objective(tmp_path, run_config, kind):
     assert all(torch.equal(objective.state_dict()[name], before[name]) for name in others)
 
 
+def test_student_and_teacher_of_data2vec_never_differ_in_their_positions(tmp_path, run_config):
+    encoder = create_encoder(Dimensions(24, 2, 2), (32, 32), 8)
+    torch.nn.init.trunc_normal_(encoder.vit.pos_embed, std=0.02)
+    save_encoder(encoder, tmp_path / "learned.safetensors")
+    config = replace(run_config, objective=ObjectiveConfig("data2vec"), masks=MaskConfig("random"))
+    refuses(
+        built(config), tmp_path / "learned.safetensors", "has other positions than the sine-cosine ones of data2vec"
+    )
+    initialise(built(run_config), tmp_path / "learned.safetensors")
+
+
 def test_an_encoder_of_another_make_is_refused(tmp_path, encoder, run_config):
     save_encoder(encoder, tmp_path / "wider.safetensors")
     refuses(
