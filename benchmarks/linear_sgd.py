@@ -104,6 +104,8 @@ def main():
     arguments = parser.parse_args()
     ranks = Ranks(0, 1, 1, torch.device("cpu"))
     encoder, data = load_encoder(arguments.encoder).eval(), open_task_data(arguments.data)[0]
+    if encoder.depth < 4:
+        parser.error(f"{arguments.encoder} has {encoder.depth} layers: name an encoder of at least four")
     if arguments.image_size is not None:
         encoder.image_size = (arguments.image_size, arguments.image_size)
     view, stored = View(encoder.image_size), []
