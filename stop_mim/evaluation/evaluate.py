@@ -8,7 +8,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, TaskName
 from stop_mim.evaluation.encoders import NamedEncoder
 from stop_mim.evaluation.feature_tasks import feature_scores, feature_settings
-from stop_mim.evaluation.label_draws import label_draws
+from stop_mim.evaluation.label_draws import check_label_draws
 from stop_mim.evaluation.plan import GivenMasks, Plan, make_plan
 from stop_mim.evaluation.results import (
     RESULTS_FILE,
@@ -42,7 +42,9 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
         session = Session(config, ranks, display)
         plan = make_plan(names, config, display.say)
         _check_results_files(config, plan)
-        _check_label_draws(config, plan)
+        if {"low-shot", "finetune-low-shot"} & {*plan.tasks}:
+            for data in plan.data:
+                check_label_draws(config.low_shot, data, config.seed)
         found: list[Evaluation] = []
         for named in plan.encoders:
             for evaluation in _evaluations(session, plan, named):
@@ -79,13 +81,6 @@ def _check_results_files(config: EvaluateConfig, plan: Plan) -> None:
                 raise InputError(
                     f"{asked} is where the run keeps the results of all its evaluations: name another file."
                 )
-
-
-def _check_label_draws(config: EvaluateConfig, plan: Plan) -> None:
-    """A list that does not fit the data is known before features are computed and other tasks done."""
-    if {"low-shot", "finetune-low-shot"} & {*plan.tasks}:
-        for data in plan.data:
-            label_draws(config.low_shot, data.train, config.seed)
 
 
 def _evaluations(session: Session, plan: Plan, named: NamedEncoder | GivenMasks) -> Iterator[Evaluation]:

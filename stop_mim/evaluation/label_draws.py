@@ -9,6 +9,7 @@ from stop_mim.data.image_lists import draw_fraction, draw_per_class, read_image_
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import LowShotConfig
+from stop_mim.evaluation.task_data import TaskData, class_name
 
 
 def label_draws(options: LowShotConfig, data: LabelledSet, seed: int) -> dict[str, list[np.ndarray]]:
@@ -22,6 +23,17 @@ def label_draws(options: LowShotConfig, data: LabelledSet, seed: int) -> dict[st
         amount: [data.indices[_draw(amount, classes, names, seed, draw)] for draw in range(options.draws)]
         for amount in options.amounts
     }
+
+
+def check_label_draws(options: LowShotConfig, data: TaskData, seed: int) -> None:
+    """Complain of amounts or a list that do not fit the data, before anything is computed with them."""
+    (first, *_), *_ = label_draws(options, data.train, seed).values()
+    absent = np.setdiff1d(data.test.classes, data.train.labels[first])
+    if options.list_file is not None and len(absent):
+        name = class_name(int(absent[0]), data.train.source, data.test.source)
+        raise InputError(
+            f"{options.list_file} names no image of the class {name}, which the test data have: name one of every class."
+        )
 
 
 def _draw(amount: str, classes: np.ndarray, names: Sequence[str], seed: int, draw: int) -> np.ndarray:

@@ -34,7 +34,14 @@ def open_task_data(data: str, test_data: str | None = None, label: str = "auto",
     train = open_source(data)
     test = _open_test(data, test_data, train)
     labels = _choose_labels(train, label)
-    return [_labelled(train, test, name, seed) for name in labels]
+    found = [_labelled(train, test, name, seed) for name in labels]
+    for one in found:
+        if len(np.unique(one.train.classes)) < 2:
+            raise InputError(
+                f"All images of '{train.name}' have the same label '{one.label}', so that there is nothing to tell apart: "
+                "give data of at least two classes."
+            )
+    return found
 
 
 def _open_test(data: str, test_data: str | None, train: ImageSource) -> ImageSource | None:
@@ -74,7 +81,7 @@ def _labelled(train: ImageSource, test: ImageSource | None, label: str, seed: in
     test_classes = _renumbered(_classes(test, label), test, train) if label == "class" else _classes(test, label)
     absent = sorted(set(test_classes.tolist()) - set(classes.tolist()))
     if absent:
-        name = _class_name(absent[0], train, test)
+        name = class_name(absent[0], train, test)
         raise InputError(
             f"The class {name} of the test data '{test.name}' does not occur in the training data '{train.name}': give data "
             "with the same classes."
@@ -104,6 +111,7 @@ def _renumbered(classes: np.ndarray, test: ImageSource, train: ImageSource) -> n
     return np.array([numbers[name] for name in test.class_names])[classes]
 
 
-def _class_name(number: int, *sources: ImageSource) -> str:
+def class_name(number: int, *sources: ImageSource) -> str:
+    """A class by its number, and by its name where one of the sources has it."""
     named = next((source for source in sources if number < len(source.class_names)), None)
     return str(number) if named is None else f"{number} ('{named.class_names[number]}')"

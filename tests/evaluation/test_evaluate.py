@@ -165,6 +165,8 @@ def test_labels_are_drawn_before_anything_is_computed(run, colours, tmp_path, ca
     listed = ("--data", colours, "--low-shot.list-file", tmp_path / "list.txt")
     for tasks in (["low-shot"], ["linear", "finetune-low-shot"]):
         assert "'nobody.png' first" in complaint(capsys, run, "--task", *tasks, *listed)
+    (tmp_path / "list.txt").write_text("blue_00.png\ngreen_00.png\nyellow_00.png")
+    assert "list.txt names no image of the class 2 ('red')" in complaint(capsys, run, "--task", "low-shot", *listed)
     for amount in ("0%", "101%", "nan%", "0", "-3", "0.5", "%"):
         said = complaint(capsys, run, "--task", "low-shot", "--data", colours, f"--low-shot.amounts={amount}")
         assert f"low_shot.amounts has '{amount}': give a part such as 1%" in said

@@ -87,3 +87,7 @@ def test_mistakes_are_told(colours, tmp_path):
         open_task_data(str(flat))
     with pytest.raises(InputError, match="have no label 'class': give labelled test data"):
         open_task_data(str(colours), str(flat))
+    for other in ("blue", "green", "yellow"):
+        shutil.rmtree(colours / "train" / other)
+    with pytest.raises(InputError, match=r"have the same label 'class'.*: give data of at least two classes"):
+        open_task_data(str(colours / "train"))
