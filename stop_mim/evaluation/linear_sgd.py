@@ -106,7 +106,7 @@ def config_for(
     seed: int = 0,
 ) -> LinearSGDConfig:
     """A data set's protocol; epochs and learning rates that are given take the place of its own."""
-    final, length = protocol.cosine_final_lr, epochs or protocol.epochs
+    final, length = protocol.cosine_final_lr, protocol.epochs if epochs is None else epochs
     scaled = [max(1, round(milestone * length / protocol.epochs)) for milestone in protocol.lr_milestones]
     return LinearSGDConfig(
         epochs=length,

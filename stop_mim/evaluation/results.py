@@ -67,7 +67,8 @@ def results_table(evaluations: Sequence[Evaluation]) -> Table:
     labels = {label for label, _ in rows}
     table = Table(title="Test scores in %, with 95% intervals or ± standard deviation over draws", title_justify="left")
     for heading in (["label"] if labels != {"class"} else []) + ["score"]:
-        table.add_column(heading)
+        # Where the screen is narrow, encoders' names are folded: a score whose name is cut short could be another.
+        table.add_column(heading, no_wrap=True)
     for encoder in encoders:
         table.add_column(escape(encoder), justify="right", overflow="fold")
     for (label, name), cells in rows.items():

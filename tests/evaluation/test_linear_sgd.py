@@ -62,6 +62,8 @@ def test_what_is_asked_for_takes_the_place_of_the_protocols():
     config = config_for(PROTOCOLS["imagenet"], epochs=14, batch_size=64, lrs=(0.1, 1.0))
     assert (config.epochs, config.batch_size, config.lrs, config.milestones) == (14, 64, (0.1, 1.0), (4, 8, 12))
     assert config_for(PROTOCOLS["imagenet"], epochs=1).milestones == ()
+    with pytest.raises(InputError, match=r"linear_sgd\.epochs is 0: give a number above zero"):
+        config_for(PROTOCOLS["imagenet"], epochs=0)
 
 
 def test_names_tell_the_heads_and_what_was_chosen(encoder, sets):

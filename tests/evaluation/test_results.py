@@ -51,8 +51,8 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path):
     assert path.read_text() == '{"mine": 1}'
 
 
-def shown(evaluations):
-    console = Console(file=io.StringIO(), width=120)
+def shown(evaluations, width=120):
+    console = Console(file=io.StringIO(), width=width)
     console.print(results_table(evaluations))
     return console.file.getvalue()
 
@@ -77,6 +77,13 @@ def test_the_table_has_what_was_chosen_and_the_files_have_every_head(tmp_path):
     write_csv(tmp_path / "r.csv", [sgd])
     written = {row["metric"] for row in csv.DictReader((tmp_path / "r.csv").read_text().splitlines())}
     assert written == set(sgd.as_json()["metrics"]) == {*heads, *chosen}
+
+
+def test_scores_keep_their_names_on_a_narrow_screen():
+    metrics = {"linear/last4+bn/top1": 80.0, "linear/last4/top1": 70.0}
+    encoders = [replace(ONE, encoder=f"runs/with/a/long/name/{letter}", metrics=metrics) for letter in "abcd"]
+    text = shown(encoders, width=80)
+    assert all(name in text for name in metrics)
 
 
 def test_files_for_other_programs(tmp_path):
