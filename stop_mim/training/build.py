@@ -105,7 +105,8 @@ def build_data2vec(config: TrainConfig, total_steps: int = 1) -> Data2Vec:
 
 
 def _build_projection(config: TrainConfig, encoder: Encoder, total_steps: int) -> tuple[nn.Linear, Positions]:
-    if config.predictor.width < 4 or config.predictor.depth < 1:
+    fits_waves = config.predictor.width % 4 == 0 or config.positions.kind == "learned"
+    if config.predictor.width < 4 or not fits_waves or config.predictor.depth < 1:
         raise InputError(
             f"predictor.width is {config.predictor.width} and predictor.depth {config.predictor.depth}: the width must be a "
             "multiple of 4 and the depth at least 1."
