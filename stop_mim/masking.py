@@ -160,7 +160,9 @@ class MultiBlockMasks:
         self.mean_context_available = float(available.float().mean())
         spare = math.prod(self.grid) - self.n_blocks * self.target_tokens
         usual = int(available.float().quantile(TOO_SMALL_CONTEXTS, interpolation="lower"))
-        self.context_tokens = min(usual, spare) if wanted is None else wanted
+        # Room beside blocks that do not overlap is worth some patches, but not most of them: many blocks do overlap.
+        default = spare if usual / 2 < spare < usual else usual
+        self.context_tokens = default if wanted is None else wanted
         # Counts for which there may be no room beside blocks that do not overlap must be usual ones.
         least = FEASIBLE_LAYOUTS if self.context_tokens <= spare else USUAL_LAYOUTS
         feasible = float((available >= self.context_tokens).float().mean())

@@ -136,6 +136,18 @@ def test_a_context_that_blocks_side_by_side_would_leave_no_room_for_never_holds_
     assert short < 0.01 * 20_000
 
 
+@pytest.mark.parametrize("n_blocks", [4, 6, 8, 12])
+def test_the_default_context_is_what_nineteen_layouts_in_twenty_leave_however_many_blocks_there_are(n_blocks):
+    sampler = MultiBlockMasks(14, n_blocks=n_blocks)
+    targets, context = sampler._draw_blocks(4000, "cpu", seeded())
+    left = (context & ~targets.any(1)).sum(1)
+    assert (left >= sampler.context_tokens).double().mean() > 0.93
+    assert (left > sampler.context_tokens).double().mean() < 0.97
+    masks = sampler.sample(2000, generator=seeded())
+    taken = torch.zeros(2000, 196, dtype=torch.bool).scatter(1, masks.targets.flatten(1), True)
+    assert not taken.gather(1, masks.context).any()
+
+
 def test_a_context_short_of_patches_holds_one_twice_and_not_a_target(monkeypatch):
     sampler = MultiBlockMasks(8, target_tokens=12, context_tokens=20)
     # Blocks side by side, as good a layout as is drawn: sixteen patches are left, and twenty are wanted.
