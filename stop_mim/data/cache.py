@@ -2,6 +2,7 @@
 
 import math
 import os
+import tempfile
 from pathlib import Path
 
 from stop_mim.errors import InputError
@@ -13,6 +14,18 @@ DECODED_GIB = 4.0
 def cache_folder() -> Path:
     """The folder of derived files: $STOP_MIM_CACHE or ~/.cache/stop-mim."""
     return Path(os.environ.get("STOP_MIM_CACHE") or "~/.cache/stop-mim").expanduser()
+
+
+def require_writable_cache(folder: Path) -> None:
+    """Complain if nothing can be kept in a folder of derived files; to be asked before long work whose results go there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"The cache folder {folder} cannot be written ({error.strerror}): set STOP_MIM_CACHE to a folder that can."
+        ) from error
 
 
 def download_folder() -> Path:

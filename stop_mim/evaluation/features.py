@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stop_mim.data.augment import normalise, resize_batch
-from stop_mim.data.cache import cache_folder
+from stop_mim.data.cache import cache_folder, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import labelled_views
 from stop_mim.data.loader import STORED_TO_USED, Progress
@@ -122,6 +122,7 @@ def extract_features(
     mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
     indices = np.concatenate([np.arange(*_bounds(chunk, len(source))) for chunk in mine] or [np.arange(0)])
     if len(indices):
+        require_writable_cache(folder)
         batches = labelled_views(source, indices, view.size, view.resize_to, ranks.device, batch_size, workers)
         with ThreadPoolExecutor(1) as writer:
             _write_chunks(_embedded(encoder, batches, layers, progress, len(indices)), indices, mine, folder, writer)
@@ -193,7 +194,12 @@ def _write_chunk(path: Path, parts: list[tuple[np.ndarray, Tensor]]) -> None:
         )
     order = indices.argsort()
     tensors = {"features": features[order.to(features.device)].cpu(), "indices": indices[order]}
-    write_atomically(path, lambda file: save_file(tensors, file))
+    try:
+        write_atomically(path, lambda file: save_file(tensors, file))
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"The features {path} cannot be written ({error}): make room there, or set STOP_MIM_CACHE to another folder."
+        ) from error
 
 
 def _chunk_file(folder: Path, chunk: int) -> Path:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from stop_mim.data.cache import cache_folder
+from stop_mim.data.cache import cache_folder, require_writable_cache
 from stop_mim.data.image_source import digest
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.loader import Progress
@@ -39,6 +39,7 @@ def training_scores(
         train, name = LabelledSet(train.source, train.labels, draws[0]), f"finetune-low-shot/{amount}"
     chosen = _training_config(task, config, protocol)
     state = _state_file(subject, name, data, asdict(chosen))
+    require_writable_cache(state.parent)
     arguments: dict[str, Any] = {"ranks": ranks, "progress": bar, "speed": config.speed, "state_file": state}
     if isinstance(chosen, LinearSGDConfig):
         yield from linear_sgd(subject.encoder, train, data.test, chosen, **arguments)

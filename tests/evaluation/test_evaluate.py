@@ -174,6 +174,31 @@ def test_labels_are_drawn_before_anything_is_computed(run, colours, tmp_path, ca
     assert "The class 0 (blue) has 12 images" in said
 
 
+@pytest.mark.parametrize("task", ["knn", "linear-sgd", "finetune"])
+def test_a_cache_that_cannot_be_written_is_told_before_the_work(run, colours, monkeypatch, task):
+    def never(*_):
+        raise AssertionError("nothing is computed")
+
+    monkeypatch.setenv("STOP_MIM_CACHE", "/proc/cache")
+    for part in ("features.labelled_views", "training_tasks.linear_sgd", "training_tasks.finetune"):
+        monkeypatch.setattr(f"stop_mim.evaluation.{part}", never)
+    with pytest.raises(
+        InputError, match=r"^The cache folder /proc/cache/.* cannot be written \(.*\): set STOP_MIM_CACHE"
+    ):
+        evaluate([str(run)], replace(QUICK, task=(task,), data=str(colours)), silent())
+
+
+def test_a_full_disk_is_one_sentence(run, colours, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("stop_mim.evaluation.features.write_atomically", full)
+    with pytest.raises(
+        InputError, match=r"chunk-000000\.safetensors cannot be written \(.*No space left.*\): make room"
+    ):
+        evaluate([str(run)], replace(QUICK, task=("knn",), data=str(colours)), silent())
+
+
 def test_the_numbers_are_shown_even_if_their_file_cannot_be_written(run, colours, tmp_path, monkeypatch):
     def full(*_):
         raise InputError("the disk is full")
