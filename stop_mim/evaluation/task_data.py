@@ -59,7 +59,7 @@ def _choose_labels(source: ImageSource, label: str) -> list[str]:
     if not source.labels:
         raise InputError(
             f"'{source.name}' has no labels, which this evaluation needs: give a folder of class sub-folders, a parquet file "
-            "with a label column, or other labelled data."
+            "whose label column has a whole number or a name for every image, or other labelled data."
         )
     if label == "auto":
         return list(source.labels)

@@ -83,7 +83,7 @@ def test_mistakes_are_told(colours, tmp_path):
         open_task_data(str(colours), label="count")
     flat = tmp_path / "flat"
     shutil.copytree(colours / "train" / "red", flat)
-    with pytest.raises(InputError, match="has no labels, which this evaluation needs"):
+    with pytest.raises(InputError, match=r"has no labels, which this evaluation needs: .* a name for every image"):
         open_task_data(str(flat))
     with pytest.raises(InputError, match="have no label 'class': give labelled test data"):
         open_task_data(str(colours), str(flat))
