@@ -1,13 +1,43 @@
 """Files that are either whole or not there."""
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from stop_mim.errors import InputError
+
+
+def require_writable(name: str, path: Path) -> None:
+    """Refuse, before any work is done, a path that no file could be put to in the end; nothing is left there."""
+    if obstacle := _obstacle(path):
+        raise InputError(f"{name} cannot be written: it {obstacle}; name a file in a folder that can be written.")
+
+
+def _obstacle(path: Path) -> str:
+    folder = path.absolute().parent
+    if path.is_dir():
+        return "is a folder"
+    if path.exists() and not path.is_file():
+        return "is no plain file"
+    if not folder.is_dir():
+        return "is in a folder that does not exist"
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"is in a folder that cannot be written ({error.strerror})"
+    return ""
+
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file in the same folder, then put it in the place of `path` in one step."""
+    """Let `write` fill a temporary file in the same folder, then put it in the place of `path` in one step.
+
+    A link stays, and what it points to is written; a device or a pipe is never replaced by a file.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)

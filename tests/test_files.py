@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stop_mim.files import write_atomically
+from stop_mim.errors import InputError
+from stop_mim.files import require_writable, write_atomically
 
 
 class PowerCut(BaseException):
@@ -80,3 +81,32 @@ def test_the_umask_decides_who_may_read(tmp_path, umask, mode):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == mode
+
+
+def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "a.txt"
+    link.symlink_to(tmp_path / "elsewhere" / "b.txt")
+    write_atomically(link, lambda temporary: temporary.write_text("new"))
+    assert link.is_symlink()
+    assert (tmp_path / "elsewhere" / "b.txt").read_text() == "new"
+    assert names(tmp_path / "elsewhere") == {"b.txt"}
+
+
+def test_a_pipe_is_refused_and_left_as_it_is(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="no plain file"):
+        write_atomically(pipe, lambda temporary: temporary.write_text("new"))
+    with pytest.raises(InputError, match=r"The list cannot be written: it is no plain file; name a file"):
+        require_writable("The list", pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert names(tmp_path) == {"pipe"}
+
+
+def test_a_file_that_can_be_written_is_not_touched_by_asking(tmp_path):
+    require_writable("The list", tmp_path / "new.txt")
+    (tmp_path / "old.txt").write_text("old")
+    require_writable("The list", tmp_path / "old.txt")
+    assert names(tmp_path) == {"old.txt"}
+    assert (tmp_path / "old.txt").read_text() == "old"

@@ -30,7 +30,7 @@ from stop_mim.analysis.report_data import (
 )
 from stop_mim.errors import InputError
 from stop_mim.evaluation.results import is_accuracy
-from stop_mim.files import write_atomically
+from stop_mim.files import require_writable, write_atomically
 from stop_mim.models.encoder import SIZES
 from stop_mim.training.config import TrainConfig, to_json
 
@@ -89,8 +89,7 @@ def write_report(
 ) -> Path:
     """Write the page on these runs and return its path; `images` are shown instead of some of the first run's data."""
     out = Path(out)
-    if out.is_dir() or not out.absolute().parent.is_dir():
-        raise InputError(f"The report {out} cannot be written: name a file in a folder that exists.")
+    require_writable(f"The report {out}", out)
     reported = read_runs([Path(path) for path in runs])
     pictures = choose_pictures(reported, images)
     page = render_page(reported, pictures).encode("utf-8", "replace")

@@ -1,7 +1,6 @@
 """`stop-mim bench`: a run's training step, its parts, its memory and its speed, measured on this machine."""
 
 import platform
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from stop_mim.benchmark.tables import comparison_table, facts_table, scaling_tab
 from stop_mim.benchmark.timing import busy_seconds, forget_peak, lacks_memory, peak_memory
 from stop_mim.benchmark.workload import Workload, one_device
 from stop_mim.errors import InputError
+from stop_mim.files import require_writable
 from stop_mim.training.acceleration import is_half
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.progress import ProgressDisplay
@@ -60,7 +60,7 @@ def run_bench(
         check_comparable(config, uses_data)
         contenders = load_contenders()
     if bench.json is not None:
-        _check_writable(bench.json)
+        require_writable(f"bench.json, {bench.json},", bench.json)
     device = one_device(config)
     total = 3 + len(part_names(config, uses_data)) + len(contenders) + bench.scaling * VARIANTS
     with ProgressDisplay(console) as display, _memory_told(config, device):
@@ -237,22 +237,3 @@ def _memory_told(config: TrainConfig, device: torch.device) -> Iterator[None]:
             f"{images} images at a time do not fit into the memory of {hardware_name(device)}: give fewer with "
             "--speed.batch-size-per-device."
         ) from error
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse at once what could not be written at the end, or must not be replaced by a file."""
-    folder = path.absolute().parent
-    what = ""
-    if path.is_dir():
-        what = "is a folder"
-    elif path.exists() and not path.is_file():
-        what = "is no plain file"
-    elif not folder.is_dir():
-        what = "is in a folder that does not exist"
-    else:
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            what = f"is in a folder that cannot be written ({error.strerror})"
-    if what:
-        raise InputError(f"bench.json is {path}, which {what}: name a file in a folder that can be written.")
