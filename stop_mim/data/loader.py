@@ -1,7 +1,7 @@
 """Augmented batches on the training device, from any batch on: resident in its memory, or streamed by workers."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -41,7 +41,7 @@ class Loader(Protocol):
     n_images: int
     description: str
 
-    def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
+    def batches(self, order: BatchOrder, first: int) -> Generator[Float[Tensor, "batch 3 height width"], None, None]:
         """Endless batches, beginning with the one of number `first`."""
         ...
 
@@ -68,7 +68,7 @@ class ResidentLoader:
         origin = ", from the cache of decoded images" if stored.from_cache else ""
         self.description = f"resident: {self.n_images:,} images of {height}x{width}, {size:.2f} GiB on {device}{origin}"
 
-    def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
+    def batches(self, order: BatchOrder, first: int) -> Generator[Float[Tensor, "batch 3 height width"], None, None]:
         """Endless batches, beginning with the one of number `first`."""
         batch = first
         while True:
@@ -97,7 +97,7 @@ class StreamingLoader:
         self.n_images = len(source)
         self.description = f"streaming: {self.n_images:,} images, decoded by {workers or 'no'} workers"
 
-    def batches(self, order: BatchOrder, first: int) -> Iterator[Float[Tensor, "batch 3 height width"]]:
+    def batches(self, order: BatchOrder, first: int) -> Generator[Float[Tensor, "batch 3 height width"], None, None]:
         """Endless batches, beginning with the one of number `first`."""
         for batch, pixels in enumerate(self.crops(order, first), start=first):
             generator = seeded_generator(self.device, self.seed, "augment", batch, self.rank)
@@ -303,6 +303,14 @@ def _open_streaming(
     if obstacle and device.type == "cuda":
         loader.description += f" (not on the GPU: {obstacle})"
     return loader
+
+
+def choices_of(loader: Loader) -> dict[str, str]:
+    """What `mode` and `decode` came to, by the names of the configuration."""
+    return {
+        "loader": "resident" if isinstance(loader, ResidentLoader) else "streaming",
+        "decode": "gpu" if isinstance(loader, GpuStreamingLoader) else "cpu",
+    }
 
 
 def find_gpu_decoder(source: ImageSource, device: torch.device) -> tuple[Decoder | None, str]:

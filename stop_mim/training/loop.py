@@ -1,6 +1,7 @@
 """A run from its first step to its last: new, or continued from a checkpoint as if it had never stopped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.loader import ResidentLoader
+from stop_mim.data.loader import choices_of
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import save_encoder
@@ -121,11 +122,12 @@ def resume(
 
 
 def _with_same_loader(config: TrainConfig, found: Checkpoint | None, ranks: Ranks) -> TrainConfig:
-    """Images are resident or streamed as they were before: how much memory is free must not decide which crops come."""
-    before = {} if found is None else found.state
-    if config.speed.loader != "auto" or "loader" not in before or before["device"] != ranks.device.type:
+    """Images are resident or streamed, and decoded, as before: neither free memory nor cores may decide which crops come."""
+    if found is None or found.state.get("device") != ranks.device.type:
         return config
-    return replace(config, speed=replace(config.speed, loader=before["loader"]))
+    open_choices = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto"]
+    before = {name: found.state[name] for name in open_choices if name in found.state}
+    return replace(config, speed=replace(config.speed, **before))
 
 
 class Run:
@@ -144,7 +146,7 @@ class Run:
         self.data_fingerprint = source.fingerprint()
         list_file = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
         self.loader = self.inputs.open_loader(source, BadImages(source.name, len(source), list_file), display)
-        self.loader_mode = "resident" if isinstance(self.loader, ResidentLoader) else "streaming"
+        self.loader_choices = choices_of(self.loader)
         self.order = self.inputs.order(self.loader)
         self.steps_per_epoch = self.order.steps_per_epoch
         self.total_steps = config.optim.epochs * self.steps_per_epoch
@@ -198,10 +200,10 @@ class Run:
                 f"with {self.ranks.world_size} of {self.inputs.per_device}, with other random draws.",
                 style="yellow",
             )
-        if state.get("loader", self.loader_mode) != self.loader_mode:
+        mode = self.loader_choices["loader"]
+        if (before := state.get("loader", mode)) != mode:
             self.display.say(
-                f"The images were {state['loader']} before and are {self.loader_mode} now: the run goes on with other crops.",
-                style="yellow",
+                f"The images were {before} before and are {mode} now: the run goes on with other crops.", style="yellow"
             )
         restore_tensors(checkpoint, self.objective, self.optimiser)
         self.step, self.not_finite = checkpoint.step, state["not_finite"]
@@ -233,9 +235,12 @@ class Run:
         )
 
     def _train_until(self, end: int, interruption: Interruption) -> None:
+        # Closed, its workers end at once; those of a process that failed would be waited for.
+        with closing(self.loader.batches(self.order, self.step * self.inputs.batches_per_step)) as images:
+            self._train_on(self.inputs.with_masks(images, self.step), end, interruption)
+
+    def _train_on(self, inputs: Iterator[Batches], end: int, interruption: Interruption) -> None:
         step = self._accelerated_step()
-        images = self.loader.batches(self.order, self.step * self.inputs.batches_per_step)
-        inputs = self.inputs.with_masks(images, self.step)
         self._pending.restart_clock()
         while self.step < end:
             values = values_at(self.step, self.steps_per_epoch, self.config.optim)
@@ -378,7 +383,7 @@ class Run:
                 "world_size": self.ranks.world_size,
                 "batch_size_per_device": self.inputs.per_device,
                 "device": self.ranks.device.type,
-                "loader": self.loader_mode,
+                **self.loader_choices,
                 "not_finite": self.not_finite,
                 "not_finite_in_a_row": self.not_finite_in_a_row,
                 "first_health": None if self.monitor.first is None else asdict(self.monitor.first),

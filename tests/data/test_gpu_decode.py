@@ -19,7 +19,7 @@ from stop_mim.data.bad_images import BadImages
 from stop_mim.data.crops import Box, Part, crop_box, crop_chances, cut
 from stop_mim.data.gpu_decode import are_jpegs, crop_each, decode_or_none, decoder_obstacle, gpu_decoder
 from stop_mim.data.images import decode_image
-from stop_mim.data.loader import GpuStreamingLoader, StreamingLoader, open_loader
+from stop_mim.data.loader import GpuStreamingLoader, StreamingLoader, choices_of, open_loader
 from stop_mim.data.order import BatchOrder
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
@@ -271,6 +271,7 @@ def test_many_workers_leave_the_gpu_to_the_model_unless_it_is_asked_for(folder, 
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(loader_module, "gpu_decoder", lambda device: StandIn())
     kinds = {workers: type(open_with(folder, "auto", cuda, workers)) for workers in (6, 7)}
+    assert [choices_of(open_with(folder, "auto", cuda, workers))["decode"] for workers in (6, 7)] == ["gpu", "cpu"]
     assert kinds == {6: GpuStreamingLoader, 7: StreamingLoader}
     assert open_with(folder, "auto", cuda, 8).description == "streaming: 24 images, decoded by 8 workers"
     assert isinstance(open_with(folder, "gpu", cuda, 8), GpuStreamingLoader)

@@ -1,6 +1,7 @@
 """A new run: what it learns from, what it leaves in its folder, and what it never does there."""
 
 import itertools
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from stop_mim.training.config import (
 )
 from stop_mim.training.loop import train
 from stop_mim.training.run_folder import RunFolder, read_metrics
+from stop_mim.training.step import TrainingStep
 
 
 def test_a_run_that_computes_its_layers_again_learns_the_same_to_the_bit(tmp_path):
@@ -108,3 +110,21 @@ def test_the_default_folder_is_named_after_the_recipe(tmp_path, monkeypatch):
     assert result.folder.parent == Path("runs")
     assert result.folder.name.startswith("tiny-")
     assert RunFolder(result.folder).config().out == str(result.folder)
+
+
+def test_a_run_that_fails_leaves_no_worker_behind(tmp_path, monkeypatch):
+    taken = itertools.count(1)
+
+    def fails(step, batches, values, seed):
+        if next(taken) == 3:
+            raise RuntimeError(f"unforeseen, beside {len(multiprocessing.active_children())} workers")
+        return run_step(step, batches, values, seed)
+
+    run_step = TrainingStep.__call__
+    monkeypatch.setattr(TrainingStep, "__call__", fails)
+    config = tiny_config(write_images(tmp_path / "images"), tmp_path / "run")
+    # What is raised holds on to the frames, and to what they opened, until it has been told.
+    with pytest.raises(RuntimeError, match="beside 2 workers") as failure:
+        run(replace(config, speed=replace(config.speed, loader="streaming", workers=2)))
+    assert failure.tb is not None
+    assert not multiprocessing.active_children()

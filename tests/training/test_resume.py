@@ -79,7 +79,7 @@ def test_checkpoints_of_earlier_versions_can_be_continued(tmp_path):
     run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
     newest = RunFolder(tmp_path / "run").newest_checkpoint()
     saved = read_checkpoint(newest)
-    newer = {"pending_losses", "probe_fingerprint", "loader", "device"}
+    newer = {"pending_losses", "probe_fingerprint", "loader", "decode", "device"}
     assert newer <= set(saved.state)
     state = {name: value for name, value in saved.state.items() if name not in newer}
     save_checkpoint(replace(saved, state=state), newest)
@@ -210,6 +210,17 @@ def test_another_loader_is_told_if_it_is_asked_for(tmp_path, equal_images):
     assert "The images were resident before and are streaming now: the run goes on with other crops." in text
     _, text = quietly(resume, tmp_path / "run", speed=streaming, stop_after_steps=3)
     assert "The images were" not in text
+
+
+def test_images_are_decoded_where_they_were_before(tmp_path, mixed_images):
+    run(tiny_config(mixed_images, tmp_path / "run", stop_after_steps=1))
+    newest = RunFolder(tmp_path / "run").newest_checkpoint()
+    saved = read_checkpoint(newest)
+    assert (saved.state["loader"], saved.state["decode"]) == ("streaming", "cpu")
+    save_checkpoint(replace(saved, state={**saved.state, "decode": "gpu"}), newest)
+    with pytest.raises(InputError, match=r"speed\.decode is gpu, but the device is cpu"):
+        go_on(tmp_path / "run")
+    go_on(tmp_path / "run", speed=SpeedConfig("cpu", decode="cpu"), stop_after_steps=2)
 
 
 def test_missing_runs_are_refused(tmp_path):
