@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from stop_mim.training.loop import TrainResult
 
 Options = TypeVar("Options")
-EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
 
 
@@ -161,7 +162,11 @@ def sweep(arguments: list[str]) -> None:
     config = parse(SweepConfig(), arguments[1:], f"stop-mim sweep {arguments[0]}")
     from stop_mim.sweeps.runner import run_sweep
 
-    run_sweep(arguments[0], config)
+    result = run_sweep(arguments[0], config)
+    if result.interrupted_by:
+        sys.exit(_exit_code(result.interrupted_by))
+    if result.failed and not config.dry_run:
+        sys.exit(EXIT_FAILURE)
 
 
 def figure(arguments: list[str]) -> None:
@@ -276,10 +281,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _dispatch(given)
+        sys.stdout.flush()
     except InputError as error:
         _fail(str(error), EXIT_INPUT)
     except KeyboardInterrupt:
-        _fail("Interrupted.", EXIT_INTERRUPTED)
+        _fail("Interrupted.", _exit_code("SIGINT"))
+    except BrokenPipeError:
+        # Who read the output has gone, as head does. What is still to be written at the end must not complain of it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_exit_code("SIGPIPE"))
     except Exception as error:
         # Looked up by name, so that a command that never trains never imports the trainer.
         if type(error).__name__ != "TrainingDiverged":
@@ -345,13 +355,24 @@ def _field_names(options: object, prefix: str = "") -> Iterable[str]:
 
 
 def _tell_end(result: "TrainResult") -> None:
+    """Say how a run ended, once where there are several processes, and end as one whom a signal stopped."""
+    if os.environ.get("RANK", "0") == "0":
+        _print(_end_of(result))
+    if result.interrupted_by:
+        sys.exit(_exit_code(result.interrupted_by))
+
+
+def _end_of(result: "TrainResult") -> str:
     if result.finished:
-        _print(f"Done: {result.total_steps} steps. The encoder: {result.folder / 'encoder.safetensors'}")
-        return
+        return f"Done: {result.total_steps} steps. The encoder: {result.folder / 'encoder.safetensors'}"
     why = f"Stopped by {result.interrupted_by}" if result.interrupted_by else "Stopped"
-    _print(
-        f"{why} after step {result.step} of {result.total_steps}; saved. Go on with: stop-mim resume {result.folder}"
-    )
+    return f"{why} after step {result.step} of {result.total_steps}; saved. Go on with: stop-mim resume {result.folder}"
+
+
+def _exit_code(interrupted_by: str) -> int:
+    """As shells tell a signal; a run may also have been stopped by another of its processes."""
+    number = signal.Signals.__members__.get(interrupted_by, signal.SIGINT)
+    return EXIT_OF_SIGNALS + number
 
 
 def _print_table(title: str, heading: str, rows: dict[str, str]) -> None:

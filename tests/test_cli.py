@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -13,6 +14,8 @@ import pytest
 from PIL import Image
 
 from stop_mim.cli import main
+from stop_mim.training import loop
+from stop_mim.training.loop import TrainResult
 from stop_mim.training.recipes import RECIPES
 
 TINY = [
@@ -166,3 +169,24 @@ def test_threads_wait_without_spinning_unless_somebody_wants_it(monkeypatch, cap
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
     main(["--version"])
     assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_failure_to_tell_of():
+    command = [sys.executable, "-m", "stop_mim", "bench", "demo", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("by", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("another process", 130)])
+def test_who_waits_for_a_run_learns_that_it_was_stopped(capsys, monkeypatch, tmp_path, by, code, rank):
+    result = TrainResult(tmp_path, 5, 10, 0.5, by)
+    monkeypatch.setattr(loop, "train", lambda *arguments, **options: result)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        main(["pretrain", "demo"])
+    assert ended.value.code == code
+    words = [f"Stopped by {by} after step 5 of 10; saved."] if rank == "0" else []
+    assert [line.split(" Go on")[0] for line in capsys.readouterr().out.splitlines()] == words
