@@ -2,9 +2,12 @@
 
 import errno
 import os
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from stop_mim.errors import InputError
 
@@ -53,3 +56,31 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[bool]:
+    """Have the file `path` for this process alone, and remove it in the end; gives False where another process has it.
+
+    A process that dies lets go of it, and its children never hold it. Where a file system knows no locks, all have it.
+    """
+    with path.open("ab") as file:
+        # Another process may have removed the file between the two, and a third one made it anew.
+        is_ours = _lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                path.unlink(missing_ok=True)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True

@@ -1,10 +1,13 @@
 """What a step learns from: the loader's images in this process's batches, each with masks of its own."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from stop_mim.data.bad_images import BadImages
@@ -75,6 +78,14 @@ class StepInputs:
     def _with_masks(self, images: Iterator[Tensor], first_step: int) -> Iterator[Batches]:
         for first in count(first_step * self.batches_per_step, self.batches_per_step):
             yield [(next(images), self.draw_masks(first + one)) for one in range(self.batches_per_step)]
+
+
+def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:
+    """With images resident or streamed, and decoded, as in a checkpoint's state: neither memory nor cores choose the crops."""
+    if before.get("device") != device.type:
+        return config
+    left_open = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto" and name in before]
+    return replace(config, speed=replace(config.speed, **{name: before[name] for name in left_open}))
 
 
 def workers_for(speed: SpeedConfig, ranks: Ranks) -> int:

@@ -31,7 +31,7 @@ from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks, any_rank, broadcast, process_group, share, wait_for_all
 from stop_mim.training.feasibility import require_effects
 from stop_mim.training.health import HealthMonitor, HealthSigns, measure_health
-from stop_mim.training.inputs import StepInputs
+from stop_mim.training.inputs import StepInputs, load_as_before
 from stop_mim.training.interruption import Interruption, catch_interruption
 from stop_mim.training.interval import Interval
 from stop_mim.training.online_probe import OnlineProbe, ProbeData, make_probe, open_probe_data
@@ -84,12 +84,13 @@ def train(
             if ranks.is_main:
                 folder.create(replace(config, out=str(path)), recipe, origin)
             wait_for_all(ranks)
-            if origin is not None:
-                display.say(f"weights    {origin}")
-                folder.log(f"weights    {origin}")
-                # A run that is continued before its next checkpoint must not begin from new weights.
-                run.save()
-            return run.train()
+            with folder.held(ranks.is_main):
+                if origin is not None:
+                    display.say(f"weights    {origin}")
+                    folder.log(f"weights    {origin}")
+                    # A run that is continued before its next checkpoint must not begin from new weights.
+                    run.save()
+                return run.train()
 
 
 def resume(
@@ -110,8 +111,13 @@ def resume(
         raise InputError(
             f"{path} was to begin with {weights}, which it never saved: start it again with another --out."
         )
-    with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
-        run = Run(_with_same_loader(config, found, ranks), folder, ranks, display)
+    with (
+        process_group(config.speed.device) as ranks,
+        folder.held(ranks.is_main),
+        ProgressDisplay(console, shown=ranks.is_main) as display,
+    ):
+        before = {} if found is None else found.state
+        run = Run(load_as_before(config, before, ranks.device), folder, ranks, display)
         if found is not None:
             run.restore(found)
         if ranks.is_main:
@@ -119,15 +125,6 @@ def resume(
             folder.record_environment({"resumed_at_step": run.step})
         wait_for_all(ranks)
         return run.train()
-
-
-def _with_same_loader(config: TrainConfig, found: Checkpoint | None, ranks: Ranks) -> TrainConfig:
-    """Images are resident or streamed, and decoded, as before: neither free memory nor cores may decide which crops come."""
-    if found is None or found.state.get("device") != ranks.device.type:
-        return config
-    open_choices = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto"]
-    before = {name: found.state[name] for name in open_choices if name in found.state}
-    return replace(config, speed=replace(config.speed, **before))
 
 
 class Run:

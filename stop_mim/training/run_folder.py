@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 from torch.utils.tensorboard import SummaryWriter
 
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
+from stop_mim.files import held, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import TrainConfig, from_json, to_json
 
 PACKAGES = ("stop-mim", "torch", "torchvision", "timm", "numpy", "safetensors")
+LOCK_FILE = ".lock"
 
 
 class RunFolder:
@@ -63,6 +64,19 @@ class RunFolder:
             begun = self.config_file.exists()
             remedy = f"mend that, then 'stop-mim resume {self.path}'" if begun else "choose another --out"
             raise InputError(f"{self.path} cannot be written ({reason}): {remedy}.") from error
+
+    @contextmanager
+    def held(self, is_main: bool) -> Iterator[None]:
+        """Let no other process train in the folder meanwhile; of the run's own ones, the main one sees to it."""
+        if not is_main:
+            yield
+            return
+        with ExitStack() as stack:
+            with self.writing():
+                is_ours = stack.enter_context(held(self.path / LOCK_FILE))
+            if not is_ours:
+                raise InputError(f"{self.path} is being trained by another process: wait for it, or end it first.")
+            yield
 
     def discard_bad_images(self) -> None:
         """Forget the bad images of a run that never began: the data may have been repaired since."""

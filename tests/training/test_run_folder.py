@@ -1,17 +1,21 @@
 """The folder of a run: never another one's, and after a resume as if there had been no interruption."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from quiet_run import quietly, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoint_path, checkpoints_in
-from stop_mim.training.run_folder import RunFolder, default_path, environment, read_metrics
+from stop_mim.training.loop import resume
+from stop_mim.training.run_folder import LOCK_FILE, RunFolder, default_path, environment, read_metrics
 
 
 @pytest.fixture
@@ -215,3 +219,21 @@ def test_the_log_has_a_line_an_event(folder):
 def test_default_paths_are_named_after_the_recipe():
     assert default_path("demo").parts[0] == "runs"
     assert default_path("demo").name.startswith("demo-")
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=2))
+    holder = "import sys; from stop_mim.files import held; from pathlib import Path\n"
+    holder += "with held(Path(sys.argv[1])) as is_ours:\n    print(is_ours, flush=True)\n    sys.stdin.read()"
+    command = [sys.executable, "-c", holder, str(tmp_path / "run" / LOCK_FILE)]
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "True\n"
+        with pytest.raises(InputError, match="is being trained by another process: wait for it, or end it first"):
+            quietly(resume, tmp_path / "run")
+        assert {path: path.read_bytes() for path in before} == before
+        # Killed, it leaves the file behind, which then holds nobody up.
+        other.kill()
+    assert (tmp_path / "run" / LOCK_FILE).exists()
+    assert quietly(resume, tmp_path / "run", stop_after_steps=3)[0].step == 3
+    assert not (tmp_path / "run" / LOCK_FILE).exists()
