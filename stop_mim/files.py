@@ -12,10 +12,10 @@ from typing import IO
 from stop_mim.errors import InputError
 
 
-def require_writable(name: str, path: Path) -> None:
+def require_writable(name: str, path: Path, remedy: str = "name a file in a folder that can be written") -> None:
     """Refuse, before any work is done, a path that no file could be put to in the end; nothing is left there."""
     if obstacle := _obstacle(path):
-        raise InputError(f"{name} cannot be written: it {obstacle}; name a file in a folder that can be written.")
+        raise InputError(f"{name} cannot be written: it {obstacle}; {remedy}.")
 
 
 def _obstacle(path: Path) -> str:

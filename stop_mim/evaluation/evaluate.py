@@ -14,7 +14,6 @@ from stop_mim.evaluation.results import (
     RESULTS_FILE,
     Evaluation,
     add_results,
-    require_writable,
     results_document,
     results_table,
     write_csv,
@@ -24,6 +23,7 @@ from stop_mim.evaluation.session import EncoderSession, Session
 from stop_mim.evaluation.task_data import TaskData
 from stop_mim.evaluation.training_tasks import TRAINING_TASKS, training_scores, training_settings
 from stop_mim.evaluation.video_task import video_task
+from stop_mim.files import require_writable
 from stop_mim.training.distributed import process_group, wait_for_all
 from stop_mim.training.progress import ProgressDisplay
 
@@ -66,16 +66,15 @@ def _check_outputs(config: EvaluateConfig) -> None:
     """Before anything is computed, since the work would be lost if its results could not be written."""
     for path in (config.json, config.csv):
         if path is not None:
-            if path.is_dir() or not path.absolute().parent.is_dir():
-                raise InputError(f"{path} cannot be written: name a file in a folder that exists.")
-            require_writable(path)
+            require_writable(str(path), path)
     if config.json is not None and config.csv is not None and config.json.resolve() == config.csv.resolve():
         raise InputError(f"json and csv are both {config.json}: name two files.")
 
 
 def _check_results_files(config: EvaluateConfig, plan: Plan) -> None:
     for path in {named.run / RESULTS_FILE for named in plan.encoders if named.run is not None}:
-        require_writable(path, "let the run's folder be written, or evaluate a copy of its encoder elsewhere")
+        remedy = "let the run's folder be written, or evaluate a copy of its encoder elsewhere"
+        require_writable(str(path), path, remedy)
         for asked in (config.json, config.csv):
             if asked is not None and asked.resolve() == path.resolve():
                 raise InputError(

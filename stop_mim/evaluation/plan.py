@@ -41,6 +41,8 @@ class Plan:
 
 def make_plan(names: Sequence[str], config: EvaluateConfig, say: Callable[[str], None]) -> Plan:
     """Open all of it, so that a wrong name is known before anything is computed."""
+    # A folder's name that is completed by a shell ends with a slash.
+    names = list(dict.fromkeys(name.rstrip("/") or name for name in names))
     may_be_videos, may_be_images = _kinds_of_data(config.data)
     tasks = _tasks(config, may_be_videos, may_be_images)
     data = _open_data(config, tasks, say) if any(task != "video" for task in tasks) else []
@@ -48,7 +50,7 @@ def make_plan(names: Sequence[str], config: EvaluateConfig, say: Callable[[str],
     clips = "scenes" if data and may_be_videos else config.data
     needs_frames = not all(name.startswith(MASKS) for name in names)
     videos = open_videos(clips, config.video.split, needs_frames) if "video" in tasks else None
-    return Plan(tasks, data, videos, [_open(name, config.image_size, tasks) for name in dict.fromkeys(names)])
+    return Plan(tasks, data, videos, [_open(name, config.image_size, tasks) for name in names])
 
 
 def _kinds_of_data(name: str) -> tuple[bool, bool]:

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +17,6 @@ from stop_mim.files import write_atomically
 
 RESULTS_FILE = "results.json"
 FORMAT = "stop-mim results 1"
-NAME_ANOTHER = "name a file in a folder that can"
 # What tells whether an evaluation is the same as an earlier one, whose place it then takes.
 IDENTITY = ("encoder", "task", "label", "data", "test_data", "protocol", "seed")
 
@@ -148,24 +146,11 @@ def write_csv(path: Path, evaluations: Sequence[Evaluation]) -> None:
     _write(path, write)
 
 
-def require_writable(path: Path, remedy: str = NAME_ANOTHER) -> None:
-    """Complain if no file can be written beside this path; nothing is left there."""
-    try:
-        with tempfile.TemporaryFile(dir=path.absolute().parent):
-            pass
-    except OSError as error:
-        raise _unwritable(path, error, remedy) from error
-
-
 def _write(path: Path, write: Any) -> None:
     try:
         write_atomically(path, write)
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError, remedy: str = NAME_ANOTHER) -> InputError:
-    return InputError(f"{path} cannot be written ({error.strerror}): {remedy}.")
+        raise InputError(f"{path} cannot be written ({error.strerror}): name a file in a folder that can.") from error
 
 
 def today() -> str:

@@ -102,8 +102,8 @@ def resume(
 ) -> TrainResult:
     """Continue a run from its newest checkpoint, or from the given one; without any, from its start."""
     folder = RunFolder(Path(path))
-    config = replace(folder.config(), stop_after_steps=stop_after_steps)
-    config = config if speed is None else replace(config, speed=speed)
+    begun = folder.config()
+    config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
     chosen = checkpoint or folder.newest_checkpoint()
     found = None if chosen is None else read_checkpoint(chosen)
     weights = folder.initial_weights()
@@ -120,6 +120,8 @@ def resume(
         run = Run(load_as_before(config, before, ranks.device), folder, ranks, display)
         if found is not None:
             run.restore(found)
+        if (stop_after_steps or run.step) < run.step:
+            raise InputError(f"stop_after_steps is {stop_after_steps}, and step {run.step} is done: give a later one.")
         if ranks.is_main:
             folder.forget_after(run.step)
             folder.record_environment({"resumed_at_step": run.step})

@@ -66,7 +66,8 @@ def test_a_list_of_images(run, colours, tmp_path):
     config = replace(
         QUICK, task=("low-shot",), data=str(colours), low_shot=LowShotConfig(list_file=tmp_path / "few.txt")
     )
-    (found,) = evaluate([str(run)], config, silent())
+    # A shell completes the name of a folder with a slash: it is the same encoder.
+    (found,) = evaluate([str(run), f"{run}/"], config, silent())
     assert found.metrics["low-shot/list/images"] == 12
     (tmp_path / "few.txt").write_text("\n\n")
     with pytest.raises(InputError, match="is empty"):
@@ -151,7 +152,9 @@ def test_mistakes_are_one_sentence(run, colours, davis, tmp_path, capsys):
 def test_where_results_go_is_checked_before_anything_is_computed(run, colours, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("stop_mim.evaluation.evaluate.EncoderSession", None)
     knn = ("--task", "knn", "--data", colours)
-    assert "/proc/r.json cannot be written (" in complaint(capsys, run, *knn, "--json", "/proc/r.json")
+    assert "/proc/r.json cannot be written: it is in a folder that" in complaint(
+        capsys, run, *knn, "--json", "/proc/r.json"
+    )
     both = ("--json", tmp_path / "r", "--csv", tmp_path / "r")
     assert f"json and csv are both {tmp_path / 'r'}" in complaint(capsys, run, *knn, *both)
     (run / "results.json").write_text('{"format": "stop-mim results 1", "evaluations": []}')

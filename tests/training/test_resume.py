@@ -223,6 +223,15 @@ def test_images_are_decoded_where_they_were_before(tmp_path, mixed_images):
     go_on(tmp_path / "run", speed=SpeedConfig("cpu", decode="cpu"), stop_after_steps=2)
 
 
+def test_a_run_cannot_stop_before_where_it_is(tmp_path):
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=4))
+    before = (tmp_path / "run" / "environment.json").read_text()
+    with pytest.raises(InputError, match="stop_after_steps is 3, and step 4 is done: give a later one"):
+        go_on(tmp_path / "run", stop_after_steps=3)
+    assert (tmp_path / "run" / "environment.json").read_text() == before
+    assert go_on(tmp_path / "run", stop_after_steps=4).step == 4
+
+
 def test_missing_runs_are_refused(tmp_path):
     with pytest.raises(InputError, match="holds no run"):
         go_on(tmp_path / "nothing")
