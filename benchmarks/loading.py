@@ -10,6 +10,10 @@ Both sides deliver batches of bytes on the device. Rounds alternate, and the med
 
 import argparse
 import os
+
+# As the command line has it, before torch is loaded: threads that wait by spinning would count as work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import resource
 import statistics
 import tempfile
