@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from stop_mim.evaluation.finetune import FinetuneConfig, finetune_full, finetune_low_shot
+from stop_mim.evaluation.finetune import FinetuneConfig, LowShotFinetuneConfig
 from stop_mim.evaluation.video import PropagationConfig
 from stop_mim.training.config import SpeedConfig, require
 
@@ -102,7 +102,7 @@ class EvaluateConfig:
     low_shot: LowShotConfig = field(default_factory=LowShotConfig)
     knn: KnnConfig = field(default_factory=KnnConfig)
     linear_sgd: LinearSGDOptions = field(default_factory=LinearSGDOptions)
-    finetune: FinetuneConfig = field(default_factory=finetune_full)
-    finetune_low_shot: FinetuneConfig = field(default_factory=finetune_low_shot)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    finetune_low_shot: LowShotFinetuneConfig = field(default_factory=LowShotFinetuneConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)

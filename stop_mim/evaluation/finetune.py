@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -54,8 +54,9 @@ UNUSED_PARTS = ("fc_norm", "attn_pool", "head", "head_dist")
 
 @dataclass(frozen=True)
 class FinetuneConfig(ImageViews):
-    """How an encoder is fine-tuned; the defaults are the field's usual recipe for ViT-B on all of ImageNet-1k."""
+    """How an encoder is fine-tuned; the defaults are usual for ViT-B and all of ImageNet-1k, but for RandAugment."""
 
+    GROUP: ClassVar[str] = "finetune"
     epochs: int = 100
     """Passes over the training images."""
     batch_size: int = 1024
@@ -92,42 +93,39 @@ class FinetuneConfig(ImageViews):
     """Seed of the head, the order of the images, their augmentation and drop path."""
 
     def __post_init__(self) -> None:
-        require_choices(self, "finetune")
+        group = self.GROUP
+        require_choices(self, group)
         for name in ("epochs", "batch_size", "lr", "held_out_images"):
-            require(self, "finetune", name, 0 < getattr(self, name) < math.inf, "give a number above zero")
+            require(self, group, name, 0 < getattr(self, name) < math.inf, "give a number above zero")
         for name in ("lowest_lr", "warmup_epochs", "weight_decay", "mixup", "cutmix"):
-            require(self, "finetune", name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
+            require(self, group, name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
         for name in ("drop_path", "label_smoothing", "held_out_part"):
-            require(self, "finetune", name, 0 <= getattr(self, name) < 1, "give a number from 0 to below 1")
-        require(
-            self, "finetune", "erasing_probability", 0 <= self.erasing_probability <= 1, "give a number from 0 to 1"
-        )
-        require(self, "finetune", "layer_decay", 0 < self.layer_decay <= 1, "give a number above 0, at most 1")
-        require(self, "finetune", "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
+            require(self, group, name, 0 <= getattr(self, name) < 1, "give a number from 0 to below 1")
+        require(self, group, "erasing_probability", 0 <= self.erasing_probability <= 1, "give a number from 0 to 1")
+        require(self, group, "layer_decay", 0 < self.layer_decay <= 1, "give a number above 0, at most 1")
+        require(self, group, "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
         clip = self.clip_gradient_norm
-        require(self, "finetune", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
-        require(self, "finetune", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above the epochs")
+        require(self, group, "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
+        require(
+            self, group, "warmup_epochs", self.warmup_epochs <= self.epochs, f"give at most the {self.epochs} epochs"
+        )
         self.augment()
 
 
-def finetune_full() -> FinetuneConfig:
-    """All labels of a large set: the field's usual recipe for ViT-B, without RandAugment, which is not made in batches."""
-    return FinetuneConfig()
+@dataclass(frozen=True)
+class LowShotFinetuneConfig(FinetuneConfig):
+    """For a few images a class, such as 1% of ImageNet: as usual, more epochs, a lower learning rate and no mixed images."""
 
-
-def finetune_low_shot() -> FinetuneConfig:
-    """A few images a class, such as 1% of ImageNet: as usual, more epochs, a lower learning rate and no mixed images."""
-    return FinetuneConfig(
-        epochs=200,
-        batch_size=256,
-        lr=1e-4,
-        warmup_epochs=10.0,
-        drop_path=0.2,
-        mixup=0.0,
-        cutmix=0.0,
-        erasing_probability=0.0,
-        crop_scale=(0.3, 1.0),
-    )
+    GROUP: ClassVar[str] = "finetune_low_shot"
+    epochs: int = 200
+    batch_size: int = 256
+    lr: float = 1e-4
+    warmup_epochs: float = 10.0
+    drop_path: float = 0.2
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    erasing_probability: float = 0.0
+    crop_scale: tuple[float, float] = (0.3, 1.0)
 
 
 class Classifier(nn.Module):

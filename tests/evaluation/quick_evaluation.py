@@ -7,7 +7,7 @@ from rich.console import Console
 
 from stop_mim.cli import main
 from stop_mim.evaluation.config import EvaluateConfig, KnnConfig, LinearSGDOptions, LowShotConfig, VideoConfig
-from stop_mim.evaluation.finetune import FinetuneConfig
+from stop_mim.evaluation.finetune import FinetuneConfig, LowShotFinetuneConfig
 from stop_mim.evaluation.video import PropagationConfig
 from stop_mim.training.config import SpeedConfig
 
@@ -16,7 +16,7 @@ QUICK = EvaluateConfig(
     knn=KnnConfig((3,)),
     linear_sgd=LinearSGDOptions(epochs=2, batch_size=16),
     finetune=FinetuneConfig(epochs=2, batch_size=16, warmup_epochs=0.5),
-    finetune_low_shot=FinetuneConfig(epochs=2, batch_size=8, warmup_epochs=0.5, mixup=0.0, cutmix=0.0),
+    finetune_low_shot=LowShotFinetuneConfig(epochs=2, batch_size=8, warmup_epochs=0.5, mixup=0.0, cutmix=0.0),
     video=VideoConfig(propagation=PropagationConfig(short_side=32)),
     speed=SpeedConfig(device="cpu", workers=0),
 )

@@ -13,9 +13,8 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.finetune import (
     Classifier,
     FinetuneConfig,
+    LowShotFinetuneConfig,
     Mixing,
-    finetune_full,
-    finetune_low_shot,
     make_optimiser,
     trainable_copy,
     with_drop_path,
@@ -135,12 +134,14 @@ def test_timms_own_models_learn_in_all_that_a_prediction_depends_on(pool):
 
 
 def test_named_recipes_can_be_varied():
-    full, low_shot = finetune_full(), finetune_low_shot()
-    assert full == FinetuneConfig()
+    full, low_shot = FinetuneConfig(), LowShotFinetuneConfig()
     assert low_shot.epochs > full.epochs
     assert low_shot.lr < full.lr
     assert low_shot.mixup == low_shot.cutmix == 0
     assert replace(low_shot, epochs=30).epochs == 30
+    for config, group in ((full, "finetune"), (low_shot, "finetune_low_shot")):
+        with pytest.raises(InputError, match=rf"{group}\.warmup_epochs is .*: give at most the 2 epochs"):
+            replace(config, epochs=2)
 
 
 @pytest.mark.parametrize(
