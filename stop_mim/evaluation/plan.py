@@ -88,6 +88,10 @@ def _open_data(config: EvaluateConfig, tasks: list[TaskName], say: Callable[[str
                 f"'{config.data}' has no test split: {len(one.test):,} of its images are held out to test on "
                 f"(label {one.label}); name others with --test-data."
             )
+    if config.test_data is not None and data[0].train.source.fingerprint() == data[0].test.source.fingerprint():
+        say(
+            f"Warning: '{config.test_data}' holds the training images: scores tell how well those were learned by heart."
+        )
     return data
 
 

@@ -1,5 +1,6 @@
 """The whole command: each task, results in every place, and one sentence for each mistake."""
 
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from quick_evaluation import QUICK, complaint, names_of, silent
+from rich.console import Console
 
 from stop_mim.cli import main
 from stop_mim.data import videos
@@ -232,3 +234,12 @@ def test_the_linear_probe_can_be_of_some_features_alone(run, alike):
     for wrong in ((), (1, 0)):
         with pytest.raises(InputError, match="layers is"):
             evaluate([str(run)], replace(config, linear=LinearOptions(layers=wrong)), silent())
+
+
+def test_a_test_on_the_training_images_is_told(run, colours):
+    knn = replace(QUICK, task=("knn",), data=str(colours / "train"))
+    for test_data, warns in (("train", True), ("test", False)):
+        console = Console(file=io.StringIO(), width=200)
+        evaluate([str(run)], replace(knn, test_data=str(colours / test_data)), console)
+        assert ("Warning: " in console.file.getvalue()) == warns, test_data
+        assert ("learned by heart" in console.file.getvalue()) == warns
