@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -287,7 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _fail("Interrupted.", _exit_code("SIGINT"))
     except BrokenPipeError:
-        # Who read the output has gone, as head does. What is still to be written at the end must not complain of it again.
+        if not _output_is_closed():
+            raise
+        # What is still to be written at the end must not complain of it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_exit_code("SIGPIPE"))
     except Exception as error:
@@ -295,6 +298,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if type(error).__name__ != "TrainingDiverged":
             raise
         _fail(str(error), EXIT_FAILURE)
+
+
+def _output_is_closed() -> bool:
+    """Whether who read the output has gone, as head does; other pipes are between processes, and must not break."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _dispatch(given: list[str]) -> None:
@@ -356,23 +366,20 @@ def _field_names(options: object, prefix: str = "") -> Iterable[str]:
 
 def _tell_end(result: "TrainResult") -> None:
     """Say how a run ended, once where there are several processes, and end as one whom a signal stopped."""
+    text = f"Done: {result.total_steps} steps. The encoder: {result.folder / 'encoder.safetensors'}"
+    if not result.finished:
+        why = f"Stopped by {result.interrupted_by}" if result.interrupted_by else "Stopped"
+        saved = f"{why} after step {result.step} of {result.total_steps}; saved."
+        text = f"{saved} Go on with: stop-mim resume {result.folder}"
     if os.environ.get("RANK", "0") == "0":
-        _print(_end_of(result))
+        _print(text)
     if result.interrupted_by:
         sys.exit(_exit_code(result.interrupted_by))
 
 
-def _end_of(result: "TrainResult") -> str:
-    if result.finished:
-        return f"Done: {result.total_steps} steps. The encoder: {result.folder / 'encoder.safetensors'}"
-    why = f"Stopped by {result.interrupted_by}" if result.interrupted_by else "Stopped"
-    return f"{why} after step {result.step} of {result.total_steps}; saved. Go on with: stop-mim resume {result.folder}"
-
-
 def _exit_code(interrupted_by: str) -> int:
     """As shells tell a signal; a run may also have been stopped by another of its processes."""
-    number = signal.Signals.__members__.get(interrupted_by, signal.SIGINT)
-    return EXIT_OF_SIGNALS + number
+    return EXIT_OF_SIGNALS + signal.Signals.__members__.get(interrupted_by, signal.SIGINT)
 
 
 def _print_table(title: str, heading: str, rows: dict[str, str]) -> None:

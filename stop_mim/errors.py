@@ -12,3 +12,8 @@ class MissingExtra(InputError):
         super().__init__(
             f"{feature} needs the package '{package}', which is not installed: run pip install 'stop-mim[{extra}]'."
         )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, as far as it fits into a sentence; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

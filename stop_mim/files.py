@@ -26,10 +26,17 @@ def _obstacle(path: Path) -> str:
         return "is no plain file"
     if not folder.is_dir():
         return "is in a folder that does not exist"
+    refusal = why_not_written(folder)
+    return f"is in a folder that cannot be written ({refusal})" if refusal else ""
+
+
+def why_not_written(folder: Path) -> str:
+    """Why no file can be made in a folder, which is made if need be, in the system's words; nothing if one can."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        return f"is in a folder that cannot be written ({error.strerror})"
+        return error.strerror or str(error)
     return ""
 
 

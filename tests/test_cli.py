@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from stop_mim.cli import main
+from stop_mim.cli import COMMANDS, main
 from stop_mim.training import loop
 from stop_mim.training.loop import TrainResult
 from stop_mim.training.recipes import RECIPES
@@ -190,3 +190,12 @@ def test_who_waits_for_a_run_learns_that_it_was_stopped(capsys, monkeypatch, tmp
     assert ended.value.code == code
     words = [f"Stopped by {by} after step 5 of 10; saved."] if rank == "0" else []
     assert [line.split(" Go on")[0] for line in capsys.readouterr().out.splitlines()] == words
+
+
+def test_another_pipe_that_breaks_is_told(capfd, monkeypatch):
+    def breaks(arguments):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setitem(COMMANDS, "demo", breaks)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main(["demo"])

@@ -18,7 +18,7 @@ from stop_mim.benchmark.findings import ComparedStep
 from stop_mim.benchmark.flops import TokenCounts
 from stop_mim.benchmark.measurement import measure_step
 from stop_mim.benchmark.timing import forget_peak, lacks_memory
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, first_line
 from stop_mim.masking import Masks
 from stop_mim.training.config import TrainConfig
 
@@ -110,7 +110,7 @@ def measure_comparison(
         except ImportError as error:
             notes.append(f"{name} is left out: {str(error).rstrip('.')}.")
         except Exception as error:  # Of somebody else's code; what is measured already must not be lost.
-            failed = f"it failed, with {type(error).__name__}: {_first_line(error)}"
+            failed = f"it failed, with {type(error).__name__}: {first_line(error)}"
             notes.append(f"{name} is left out: {'it does not fit into memory.' if lacks_memory(error) else failed}")
     return found, notes
 
@@ -134,10 +134,6 @@ def _measure(
         context, targets = (round(statistics.mean(numbers)) for numbers in zip(*used, strict=True))
         steps.append(ComparedStep(name, way, context, targets, step))
     return steps, [contender.note] if contender.note else []
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _to(masks: Masks, device: torch.device) -> Masks:

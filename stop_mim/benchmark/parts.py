@@ -7,11 +7,12 @@ from torch import Tensor
 
 from stop_mim.benchmark.timing import Spread, Work, call_seconds, waited_seconds
 from stop_mim.benchmark.workload import Workload
+from stop_mim.errors import first_line
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.models.mae import MAE
 from stop_mim.models.objective import TargetObjective
-from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE
+from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, recording
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.schedules import values_at
 
@@ -117,15 +118,14 @@ def _recorded(workload: Workload, name: str, work: Work) -> Work:
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     try:
-        # Threads that decode images may use the device meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with recording(graph):
             work()
     except torch.cuda.OutOfMemoryError:
         raise
     # Whatever cannot be recorded on its own: its launches are then in its time.
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        workload.notes.append(f"'{name}' could not be captured on its own ({reason}): it was launched from Python.")
+        why = first_line(error)
+        workload.notes.append(f"'{name}' could not be captured on its own ({why}): it was launched from Python.")
         return work
     return graph.replay
 

@@ -2,10 +2,10 @@
 
 import math
 import os
-import tempfile
 from pathlib import Path
 
 from stop_mim.errors import InputError
+from stop_mim.files import why_not_written
 
 DECODED_GIB = 4.0
 """Sets of decoded images above this size are not kept."""
@@ -18,14 +18,10 @@ def cache_folder() -> Path:
 
 def require_writable_cache(folder: Path) -> None:
     """Complain if nothing can be kept in a folder of derived files; to be asked before long work whose results go there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+    if refusal := why_not_written(folder):
         raise InputError(
-            f"The cache folder {folder} cannot be written ({error.strerror}): set STOP_MIM_CACHE to a folder that can."
-        ) from error
+            f"The cache folder {folder} cannot be written ({refusal}): set STOP_MIM_CACHE to a folder that can."
+        )
 
 
 def download_folder() -> Path:

@@ -18,6 +18,7 @@ from stop_mim.data.crops import Box, CropDraws, CropRequest, cut, part_or_next, 
 from stop_mim.data.image_source import EncodedSource, ImageSource
 from stop_mim.data.images import BadImage
 from stop_mim.data.jpegs import AS_RGB, JpegHeader, as_tensor, has_end, jpeg_header, torchvision_operator
+from stop_mim.errors import first_line
 
 Decoder = Callable[[list[Tensor]], list[Tensor]]
 """From files, as bytes on the CPU, to (3, height, width) bytes on the GPU; raises RuntimeError if it fails on one."""
@@ -243,7 +244,7 @@ def decoder_obstacle(device: torch.device) -> str:
         (pixels,) = _decode_with_nvjpeg([as_tensor(buffer.getvalue())], device)
         difference = pixels.cpu().int() - torch.tensor(colour)[:, None, None]
     except RuntimeError as error:
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return first_line(error)
     right = pixels.shape == (3, 16, 32) and bool((difference.abs() < 8).all())
     return "" if right else "it decodes wrongly"
 

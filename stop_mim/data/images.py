@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stop_mim.data.jpegs import decode_usual_jpeg, exif_orientation, jpeg_header
 from stop_mim.data.quiet import quieten_pillow
+from stop_mim.errors import first_line
 
 MAX_PIXELS = 2**26
 """The most pixels an image may have: 67,108,864, which is 8192 by 8192."""
@@ -123,7 +124,7 @@ def _failures_as_bad_image(name: str, max_pixels: int) -> Iterator[None]:
         raise BadImage(name, _too_large("an image", max_pixels)) from None
     # Pillow's plugins answer corrupt files with a dozen kinds of exceptions, SyntaxError and struct.error among them.
     except Exception as error:
-        raise BadImage(name, (str(error) or type(error).__name__).splitlines()[0]) from error
+        raise BadImage(name, first_line(error)) from error
 
 
 def _too_large(what: str, max_pixels: int) -> str:

@@ -20,7 +20,7 @@ from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.images import MAX_PIXELS, BadImage, quieten_pillow, rgb_pixels
 from stop_mim.data.listed import INATURALIST_YEARS, inaturalist_annotations, open_inaturalist
 from stop_mim.data.splits import NoSplit, split_candidates
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, first_line
 
 # Where the classes of torchvision keep their targets, so that no image need be decoded to learn its label.
 _TARGET_ATTRIBUTES = ("targets", "labels", "_labels", "y")
@@ -103,7 +103,7 @@ class TorchvisionSource(ImageSource):
             image = self._dataset[index][0]
         # Pillow answers corrupt files with many kinds of exceptions.
         except Exception as error:
-            raise BadImage(self.describe(index), (str(error) or type(error).__name__).splitlines()[0]) from error
+            raise BadImage(self.describe(index), first_line(error)) from error
         if image.width * image.height > self.max_pixels:
             raise BadImage(
                 self.describe(index), f"{image.width}x{image.height} of more than {self.max_pixels:,} pixels"

@@ -22,7 +22,7 @@ from stop_mim.data.folders import sub_folders
 from stop_mim.data.image_source import digest
 from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, decode_image, image_size, quieten_pillow
 from stop_mim.data.scenes import RENDERER_VERSION, SMALLEST_SIZE, SceneVideo, render_video
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, first_line
 from stop_mim.files import write_atomically
 
 VOID = 255
@@ -387,5 +387,5 @@ def write_mask(path: Path, mask: UInt8[Tensor, "height width"]) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:
-    reason = error.reason if isinstance(error, BadImage) else (str(error) or type(error).__name__).splitlines()[0]
+    reason = error.reason if isinstance(error, BadImage) else first_line(error)
     return InputError(f"{path} cannot be read as an image ({reason}): copy it again from the data set.")

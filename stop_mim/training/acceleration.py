@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, first_line
 from stop_mim.masking import Masks
 from stop_mim.models.frozen_forward import has_frozen_forward
 from stop_mim.models.ijepa import IJEPA
@@ -130,7 +130,7 @@ class CompiledStep:
             raise
         # Whatever dynamo, inductor, triton or a compiler make of this machine; the weights are as they were.
         except Exception as error:
-            self._warn(f"The model could not be compiled ({_reason(error)}): it trains without, slower.")
+            self._warn(f"The model could not be compiled ({first_line(error)}): it trains without, slower.")
             self._step.objective._compiled_call_impl = None
             return self._step(batches, values, seed)
 
@@ -188,14 +188,13 @@ class CapturedStep:
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that decode images may use the device meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with recording(graph):
                 outcome = self._step.run(self._inputs)
         except torch.OutOfMemoryError:
             raise
         # Whatever in an objective cannot be recorded: the step was not taken, and can be taken plainly.
         except Exception as error:
-            self._give_up(_reason(error))
+            self._give_up(first_line(error))
             return None
         self._recorded = graph, outcome
         return self._recorded
@@ -207,13 +206,13 @@ class CapturedStep:
         self._is_given_up, self._recorded, self._inputs = True, None, []
 
 
+def recording(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[Any]:
+    """Record what is launched into the graph; threads that decode images may use the device meanwhile."""
+    return torch.cuda.graph(graph, capture_error_mode="thread_local")
+
+
 def _shapes(batches: Batches) -> list[tuple[torch.Size, ...]]:
     return [(images.shape, masks.context.shape, masks.targets.shape) for images, masks in batches]
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def is_compiled(objective: Objective) -> bool:
