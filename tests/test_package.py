@@ -11,7 +11,7 @@ import stop_mim
 
 PACKAGE = Path(stop_mim.__file__).parent
 LAYERS = [
-    "errors files seeds",
+    "errors files seeds registry constraints",
     "positions",
     "data",
     "masking",

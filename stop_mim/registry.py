@@ -1,0 +1,92 @@
+"""Registries: things that are chosen by name, each defined in one file with one decorator.
+
+A registry imports the modules of its package at the first lookup, so that a new file there is found without being named
+anywhere. Modules from outside are plugins: see `load_plugins`.
+"""
+
+import difflib
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from stop_mim.errors import InputError
+
+PLUGINS_VARIABLE = "STOP_MIM_PLUGINS"
+PLUGINS_GROUP = "stop_mim.plugins"
+
+Entry = TypeVar("Entry")
+
+
+class Registry(Mapping[str, Entry], Generic[Entry]):
+    """Entries of one kind by name, in the order of registration.
+
+    Args:
+        kind: what an entry is called in errors, such as "recipe".
+        package: dotted name of a package (or module) whose modules register the built-in entries.
+    """
+
+    def __init__(self, kind: str, package: str | None = None) -> None:
+        self.kind, self._package = kind, package
+        self._entries: dict[str, Entry] = {}
+
+    def register(self, name: str) -> Callable[[Entry], Entry]:
+        """Return a decorator that adds a function, class or object under `name`."""
+
+        def add(entry: Entry) -> Entry:
+            if name in self._entries and self._entries[name] is not entry:
+                raise ValueError(f"The {self.kind} '{name}' is registered twice: choose another name.")
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def find(self, name: str) -> Entry:
+        """Return the entry of that name; raise InputError, with the closest name, if there is none."""
+        self._load()
+        if name in self._entries:
+            return self._entries[name]
+        close = difflib.get_close_matches(name, self._entries, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise InputError(f"There is no {self.kind} '{name}': {hint}choose one of {', '.join(self._entries)}.")
+
+    def __getitem__(self, name: str) -> Entry:
+        self._load()
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        self._load()
+        return len(self._entries)
+
+    def _load(self) -> None:
+        if self._package is None:
+            return
+        name, self._package = self._package, None
+        module = importlib.import_module(name)
+        for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
+            importlib.import_module(f"{name}.{found.name}")
+
+
+def load_plugins() -> None:
+    """Import the modules that register entries from outside the package.
+
+    These are the modules named in the environment variable STOP_MIM_PLUGINS, separated by commas, and the entry points
+    of the group `stop_mim.plugins` of installed packages.
+    """
+    for name in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
+        try:
+            importlib.import_module(name.strip())
+        except ModuleNotFoundError as error:
+            if error.name != name.strip():
+                raise
+            raise InputError(
+                f"{PLUGINS_VARIABLE} names the module '{name}', which cannot be found: check PYTHONPATH."
+            ) from error
+    for entry in entry_points(group=PLUGINS_GROUP):
+        entry.load()
