@@ -32,8 +32,8 @@ from stop_mim.benchmark.workload import Workload, one_device
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
 from stop_mim.training.acceleration import is_half
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
-from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.run_folder import environment
 
 PROFILED_STEPS = 5

@@ -17,10 +17,10 @@ from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import CapturedStep, accelerate, autocast_for, is_compiled
 from stop_mim.training.build import build_objective
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks, choose_device
 from stop_mim.training.inputs import StepInputs
-from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 

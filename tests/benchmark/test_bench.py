@@ -16,7 +16,7 @@ from stop_mim.benchmark.scaling import VARIANTS, measure_scaling, variants
 from stop_mim.benchmark.workload import Workload
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.loop import train
+from stop_mim.training.pretrain import train
 from stop_mim.training.run_folder import RunFolder
 
 COMMON = {"masks", "whole forward", "backward", "optimiser"}

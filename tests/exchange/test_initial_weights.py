@@ -212,10 +212,10 @@ def test_a_run_that_began_with_weights_goes_on_with_them_even_before_its_first_c
     )
     more = "--optim.batch-size 8 --optim.epochs 1 --optim.warmup-epochs 0 --speed.device cpu --data scenes:count=16,size=64"
 
-    def killed(run):
+    def killed(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stop_mim.training.loop.Run.train", killed)
+    monkeypatch.setattr("stop_mim.training.trainer.Trainer._train", killed)
     with pytest.raises(SystemExit):
         main(
             [

@@ -14,7 +14,7 @@ from tiny_run import tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoint_path, checkpoints_in
-from stop_mim.training.loop import resume
+from stop_mim.training.pretrain import resume
 from stop_mim.training.run_folder import LOCK_FILE, RunFolder, default_path, environment, read_metrics
 
 
