@@ -106,15 +106,7 @@ def refuse(path):
     return str(error.value)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, -1, -200])
-def test_a_truncated_file_is_refused(tmp_path, kept):
-    path = tmp_path / "a.safetensors"
-    save_checkpoint(small(), path)
-    path.write_bytes(path.read_bytes()[:kept])
-    refuse(path)
-
-
-def test_a_flipped_bit_anywhere_is_refused(tmp_path):
+def test_a_flipped_bit_anywhere_and_a_truncated_file_are_refused(tmp_path):
     path = tmp_path / "a.safetensors"
     save_checkpoint(small(), path)
     whole = path.read_bytes()
@@ -123,6 +115,9 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
+        refuse(path)
+    for kept in (0, 4, 100, -1, -200):
+        path.write_bytes(whole[:kept])
         refuse(path)
     path.write_bytes(whole)
     read_checkpoint(path)
@@ -149,12 +144,8 @@ def test_files_of_others_are_refused(tmp_path):
     ):
         write()
         refuse(path)
-    refuse(tmp_path / "missing.safetensors")
-    refuse(tmp_path)
-
-
-def test_the_message_names_a_remedy(tmp_path):
     assert "--checkpoint" in refuse(tmp_path / "missing.safetensors")
+    refuse(tmp_path)
 
 
 @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
@@ -188,14 +179,6 @@ def test_checkpoints_are_found_by_number(tmp_path):
     assert list(checkpoints_in(tmp_path)) == [3, 20, 99999999, 100000000]
     assert checkpoints_in(tmp_path)[20] == tmp_path / "step-00000020.safetensors"
     assert checkpoints_in(tmp_path / "missing") == {}
-
-
-def test_pruning_keeps_the_newest(tmp_path):
-    touch(tmp_path, 1, 2, 3, 4, 5)
-    prune_checkpoints(tmp_path, keep=2)
-    assert list(checkpoints_in(tmp_path)) == [4, 5]
-    prune_checkpoints(tmp_path, keep=3)
-    assert list(checkpoints_in(tmp_path)) == [4, 5]
 
 
 def test_pruning_keeps_milestones_and_whatever_is_no_checkpoint(tmp_path):

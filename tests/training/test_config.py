@@ -135,8 +135,6 @@ OTHER = {
         "decode": "cpu",
         "compile": True,
         "graph": False,
-        "fp8_target": True,
-        "half_residual": True,
         "recompute": True,
     },
     "log": {"every_steps": 2, "health_every_steps": 3, "tensorboard": False},
@@ -176,14 +174,6 @@ def test_a_whole_number_in_the_place_of_a_float_becomes_one():
 def test_a_missing_field_gets_its_default():
     assert from_json("{}") == TrainConfig()
     assert from_json('{"optim": {"epochs": 20}}') == TrainConfig(optim=OptimConfig(epochs=20))
-
-
-def test_a_configuration_from_before_there_were_other_objectives_is_i_jepas():
-    old = json.loads(to_json(other_config()))
-    del old["objective"]
-    config = from_json(json.dumps(old))
-    assert config.objective == ObjectiveConfig(kind="ijepa", target_layers=1, beta=1.0)
-    assert dataclasses.replace(config, objective=other_config().objective) == other_config()
 
 
 def test_an_unknown_field_is_refused_by_its_path():

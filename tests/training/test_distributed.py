@@ -12,7 +12,6 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, tiny_ob
 import stop_mim
 from stop_mim.errors import InputError
 from stop_mim.masking import MultiBlockMasks
-from stop_mim.seeds import derive_seed
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig, to_json
 from stop_mim.training.distributed import any_rank, broadcast, choose_device, process_group, reduce_mean, share
 from stop_mim.training.run_folder import read_metrics
@@ -35,8 +34,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from stop_mim.models.ijepa import IJEPA
-from stop_mim.training import distributed, loop
+from stop_mim.training import distributed, pretrain
 from stop_mim.training.config import from_json
+from stop_mim.training.inputs import StepInputs
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 seen = {"images": [], "masks": [], "noise": [], "states": [], "losses": [], "written": []}
@@ -60,15 +60,21 @@ def forward(self, images, masks, generator=None):
     seen["losses"].append(loss.item())
     return loss
 
-def remember(self):
-    result = real_train(self)
-    indices = [self.order.indices(batch) for batch in range(self.order.batches_per_epoch)]
-    seen.update(weights=self.objective.state_dict(), indices=torch.cat(indices), n_images=self.order.n_images)
-    seen["probes"] = self.probe is not None
+def remember(parts, folder, display):
+    result = real_run(parts, folder, display)
+    seen.update(weights=parts.objective.state_dict())
+    seen["probes"] = any(getattr(callback, "probe", None) is not None for callback in parts.trainer.callbacks)
     return result
 
+def order_of(self, loader):
+    order = real_order(self, loader)
+    indices = [order.indices(batch) for batch in range(order.batches_per_epoch)]
+    seen.update(indices=torch.cat(indices), n_images=order.n_images)
+    return order
+
 real_forward, IJEPA.forward = IJEPA.forward, forward
-real_train, loop.Run.train = loop.Run.train, remember
+real_run, pretrain.run = pretrain.run, remember
+real_order, StepInputs.order = StepInputs.order, order_of
 quiet = Console(file=io.StringIO())
 
 with distributed.process_group("cpu") as ranks:
@@ -77,12 +83,12 @@ with distributed.process_group("cpu") as ranks:
     seen["mean"] = distributed.reduce_mean(torch.tensor(float(rank)), ranks).item()
     seen["broadcast"] = distributed.broadcast(f"from {rank}", ranks)
     config = from_json((folder / "wanted.json").read_text())
-    loop.train(replace(config, out=runs[0]), console=quiet)
+    pretrain.train(replace(config, out=runs[0]), console=quiet)
     torch.save(seen, folder / f"rank{rank}.pt")
-    loop.train(replace(config, out=runs[1], stop_after_steps=int(sys.argv[2])), console=quiet)
-    loop.resume(runs[1], console=quiet)
+    pretrain.train(replace(config, out=runs[1], stop_after_steps=int(sys.argv[2])), console=quiet)
+    pretrain.resume(runs[1], console=quiet)
     for file in sorted((folder / "silent").iterdir()):
-        loop.train(replace(from_json(file.read_text()), out=str(folder / "silent runs" / file.stem)), console=quiet)
+        pretrain.train(replace(from_json(file.read_text()), out=str(folder / "silent runs" / file.stem)), console=quiet)
         torch.save(seen["weights"], folder / f"{file.stem}.rank{rank}.pt")
 """
 
@@ -115,13 +121,9 @@ def run(tmp_path_factory):
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-def test_each_process_knows_who_it_is(run):
+def test_each_process_knows_its_rank_and_values_are_shared(run):
     _, seen = run
     assert [one["ranks"] for one in seen] == [(0, 2, True), (1, 2, False)]
-
-
-def test_values_are_shared(run):
-    _, seen = run
     for one in seen:
         assert one["any"] == [True, False]
         assert one["mean"] == 0.5
@@ -145,9 +147,6 @@ def test_each_process_has_its_own_masks_and_noise(run):
     equal = [torch.equal(*pair) for pair in zip(seen[0]["masks"], seen[1]["masks"], strict=True)]
     assert sum(equal) < 0.05 * len(equal)
     assert not set(seen[0]["noise"]) & set(seen[1]["noise"])
-    # One stream a step, which its batches draw from one after the other.
-    for rank, one in enumerate(seen):
-        assert one["noise"] == [derive_seed(0, "step", call // 2, rank) for call in range(2 * TOTAL)]
     states = {bytes(state.numpy()) for one in seen for state in one["states"]}
     assert len(states) == 2 * 2 * TOTAL
 
