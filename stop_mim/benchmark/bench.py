@@ -137,7 +137,7 @@ def measure_run(
         busy = busy_seconds(step, device, PROFILED_STEPS)
     parts = measure_parts(run, uses_data, bench.steps, bench.warmup, show, warn)
     show("ceiling")
-    with closing(run.images.starting_at(0)) as images:  # type: ignore[type-var]
+    with closing(run.images.starting_at(0)) as images:
         batch = next(images), inputs.draw_masks(0)
     counts = TokenCounts.of(batch[1], run.objective.encoder.grid)
     report = BenchReport(

@@ -37,7 +37,7 @@ def measure_parts(
         timed = _captured(name, work, device, warn) if captured and capturable else work
         return Spread.of(call_seconds(timed, device, calls, warmup))
 
-    with closing(run.images.starting_at(0)) as images:  # type: ignore[type-var]
+    with closing(run.images.starting_at(0)) as images:
         if uses_data:
             show(DATA)
             found[DATA] = Spread.of(waited_seconds(lambda: next(images), device, calls, warmup))

@@ -4,7 +4,7 @@ Read this first, then trainer.py (the loop), step.py (one update), models/ijepa.
 positions/stochastic.py (StoP itself).
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,6 +87,8 @@ def train(
                 folder.create(replace(config, out=str(folder.path)), recipe, weights)
             wait_for_all(ranks)
             with folder.lock(ranks.is_main):
+                if weights is not None:
+                    display.say(f"weights    {weights}")
                 return run(parts, folder, display)
 
 
@@ -179,7 +181,7 @@ def run(parts: "Parts", folder: RunFolder, display: ProgressDisplay) -> TrainRes
 class Images:
     """The images of a run."""
 
-    starting_at: Callable[[int], Iterator[Tensor]]
+    starting_at: Callable[[int], Generator[Tensor]]
     """Returns the batches of this process, from the batch of that number on."""
     steps_per_epoch: int
     description: str
@@ -232,7 +234,7 @@ def assemble(
 
     def batches(first_step: int) -> Generator[Batches]:
         # Closed at the end, so that the workers of a run that failed end with it.
-        with closing(images.starting_at(first_step * inputs.batches_per_step)) as found:  # type: ignore[type-var]
+        with closing(images.starting_at(first_step * inputs.batches_per_step)) as found:
             yield from inputs.with_masks(found, first_step)
 
     trainer = Trainer(

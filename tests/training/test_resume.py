@@ -32,13 +32,9 @@ def equal_images(tmp_path_factory):
 
 CASES = {
     "resident": {},
-    "resident folder": {"data": "equal_images"},
     "resident squashed": {"data": "mixed_images", "speed": SpeedConfig("cpu", "fp32", 4, "resident", 0)},
     "streaming": {"data": "mixed_images"},
-    "one batch a step": {"speed": SpeedConfig("cpu", batch_size_per_device=8)},
-    "moving sigma": {"positions": MOVING},
     "learned positions": {"positions": PositionsConfig(kind="learned")},
-    "fixed positions": {"positions": PositionsConfig(kind="sincos")},
     "release": {"positions": replace(MOVING, convention="release", apply_to="both", covariance="low_rank(2)")},
     "random masks": {"masks": MaskConfig(kind="random")},
     "bf16": {"speed": SpeedConfig("cpu", "bf16", 4)},
