@@ -37,9 +37,10 @@ from stop_mim.models.ijepa import IJEPA
 from stop_mim.training import distributed, pretrain
 from stop_mim.training.config import from_json
 from stop_mim.training.inputs import StepInputs
+from stop_mim.training.step import TrainingStep
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-seen = {"images": [], "masks": [], "noise": [], "states": [], "losses": [], "written": []}
+seen = {"images": [], "masks": [], "seeds": [], "losses": [], "written": []}
 runs = [str(folder / name) for name in ("whole", "parts")]
 
 def watch(event, arguments):
@@ -51,14 +52,16 @@ def watch(event, arguments):
 
 sys.addaudithook(watch)
 
-def forward(self, images, masks, generator=None):
+def forward(self, images, masks, *noise):
     seen["images"].append(images.clone())
     seen["masks"].append(masks.context.clone())
-    seen["noise"].append(torch.initial_seed())
-    seen["states"].append(torch.get_rng_state())
-    loss = real_forward(self, images, masks, generator)
+    loss = real_forward(self, images, masks, *noise)
     seen["losses"].append(loss.item())
     return loss
+
+def step(self, batches, values, seed):
+    seen["seeds"].append(seed)
+    return real_step(self, batches, values, seed)
 
 def remember(parts, folder, display):
     result = real_run(parts, folder, display)
@@ -73,6 +76,7 @@ def order_of(self, loader):
     return order
 
 real_forward, IJEPA.forward = IJEPA.forward, forward
+real_step, TrainingStep.__call__ = TrainingStep.__call__, step
 real_run, pretrain.run = pretrain.run, remember
 real_order, StepInputs.order = StepInputs.order, order_of
 quiet = Console(file=io.StringIO())
@@ -146,9 +150,9 @@ def test_each_process_has_its_own_masks_and_noise(run):
     _, seen = run
     equal = [torch.equal(*pair) for pair in zip(seen[0]["masks"], seen[1]["masks"], strict=True)]
     assert sum(equal) < 0.05 * len(equal)
-    assert not set(seen[0]["noise"]) & set(seen[1]["noise"])
-    states = {bytes(state.numpy()) for one in seen for state in one["states"]}
-    assert len(states) == 2 * 2 * TOTAL
+    # The noise of a step is a function of its seed.
+    seeds = [seed for one in seen for seed in one["seeds"]]
+    assert len(set(seeds)) == len(seeds) == 2 * TOTAL
 
 
 def test_the_model_is_the_same_in_all_processes_and_has_moved(run):
@@ -219,7 +223,7 @@ def test_what_learns_has_a_gradient_whether_there_is_noise_or_not(case):
         assert torch.equal(positions(indices, tokens=tokens).view(torch.int32), mean.view(torch.int32))
     generator = torch.Generator().manual_seed(0)
     images, masks = torch.randn(2, 3, 32, 32, generator=generator), MultiBlockMasks(4).sample(2, generator=generator)
-    objective(images, masks, generator).backward()
+    objective(images, masks).backward()
     learned = {name: parameter for name, parameter in objective.named_parameters() if parameter.requires_grad}
     assert all(parameter.grad is not None for parameter in learned.values())
     own = [parameter for name, parameter in learned.items() if "covariance" in name]
