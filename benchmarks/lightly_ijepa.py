@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from plain_ijepa import STEPS_PER_EPOCH, grid_of
 from timm.models.vision_transformer import VisionTransformer
 
-from stop_mim.benchmark.comparison import Contender
-from stop_mim.benchmark.flops import encoder_dimensions
+from stop_mim.benchmark.comparison import Contender, encoder_dimensions
 from stop_mim.masking import Masks
 from stop_mim.training.schedules import values_at
 

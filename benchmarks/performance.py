@@ -16,22 +16,21 @@ from pathlib import Path
 
 import torch
 
-from stop_mim.benchmark.ceiling import matrix_ceiling
+from stop_mim.benchmark.bench import open_run, steps_of
 from stop_mim.benchmark.comparison import Setting, load_contenders
 from stop_mim.benchmark.config import BenchConfig
-from stop_mim.benchmark.flops import step_flops
-from stop_mim.benchmark.measurement import measure_step
+from stop_mim.benchmark.flops import TokenCounts, step_flops
 from stop_mim.benchmark.parts import measure_parts
-from stop_mim.benchmark.timing import Spread, busy_seconds, peak_memory
-from stop_mim.benchmark.workload import Workload
+from stop_mim.benchmark.timing import Spread, busy_seconds, matrix_ceiling, measure_step, peak_memory, wait_for
 from stop_mim.sweeps.grid import with_overrides
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
+from stop_mim.training.pretrain import Parts
 from stop_mim.training.recipes import find_recipe
 
 B = {"masks.context_tokens": 49, "masks.target_tokens": 33, "optim.batch_size": 256}
 L = {**B, "optim.batch_size": 128}
 S = {"masks.context_tokens": 20, "masks.target_tokens": 12}
-SHARED = {"predictor.shared_context": True, "predictor.heads": 6}
 EAGER = {"speed.compile": False, "speed.graph": False}
 # Kinds of kernels by their names, the first that fits.
 KERNELS = {
@@ -47,24 +46,14 @@ KERNELS = {
     "memset|memcpy": "copies",
 }
 OTHERS = {"plain": "plain PyTorch", "lightly": "lightly", "stable-pretraining": "stable-pretraining"}
-COARSE = {"speed.fp8_target": True, "speed.half_residual": True}
 
 # Name of a row: recipe, what it changes, and how it is measured.
 ROWS = {
     "B": ("stop-vitb16", B, "step"),
     "B fixed positions": ("ijepa-vitb16", B, "step"),
-    "B fp8 target": ("stop-vitb16", {**B, "speed.fp8_target": True}, "step"),
-    "B half residual": ("stop-vitb16", {**B, "speed.half_residual": True}, "step"),
-    "B shared context, 6 heads": ("stop-vitb16", {**B, **SHARED}, "step"),
-    "B shared context, 6 heads, fp8 target, half residual": ("stop-vitb16", {**B, **SHARED, **COARSE}, "step"),
     "L": ("stop-vitl16", L, "step"),
     "S": ("stop-tiny-imagenet", S, "data"),
     "S of 2048": ("stop-tiny-imagenet", {**S, "optim.batch_size": 2048}, "data"),
-    "S of 2048, shared context, fp8 target, half residual": (
-        "stop-tiny-imagenet",
-        {**S, **COARSE, "optim.batch_size": 2048, "predictor.shared_context": True},
-        "data",
-    ),
     "parts of B": ("stop-vitb16", B, "parts"),
     "B eager, captured": ("stop-vitb16", {**B, "speed.compile": False}, "step"),
     "B eager": ("stop-vitb16", {**B, **EAGER}, "step"),
@@ -94,47 +83,50 @@ def config_of(name: str, data: str, device: str) -> tuple[TrainConfig, str]:
     return (replace(config, data=data) if way == "data" else config), way
 
 
-def row_main(name: str, data: str, device: str, bench: BenchConfig) -> None:
-    """Prepare the row, say so, wait for a line, measure, and write what was found."""
-    config, way = config_of(name, data, device)
+def row_main(name: str, data: str, device_name: str, bench: BenchConfig) -> None:
+    """Prepare the row, print "ready", wait for a line, measure, and print the result as JSON."""
+    config, way = config_of(name, data, device_name)
+    notes: list[str] = []
     torch.manual_seed(0)
     started = time.perf_counter()
-    workload = Workload(config, way == "data")
-    work = _other_work(workload, OTHERS[way]) if way in OTHERS else workload.step
-    tokens = work()
-    _wait(workload.device)
-    first = time.perf_counter() - started
-    for _ in range(bench.warmup):
-        work()
-    _wait(workload.device)
-    print("ready", file=sys.stderr, flush=True)
-    sys.stdin.readline()
-    ceiling = matrix_ceiling(workload.device, torch.bfloat16)
-    step = measure_step(work, workload.device, workload.images_per_step, bench)
-    flops = step_flops(config, workload.counts, workload.images_per_step)
-    found = {
-        "row": name,
-        "images_per_second": asdict(step.images_per_second),
-        "milliseconds": asdict(step.seconds.scaled(1000)),
-        "batch": workload.images_per_step,
-        "tokens": asdict(workload.counts),
-        "first_step_seconds": first,
-        "peak_gib": peak_memory(workload.device) / 2**30,
-        "part_of_ceiling": flops / step.seconds.median / ceiling,
-        "ceiling_tflops": ceiling / 1e12,
-        "gflop_an_image": flops / workload.images_per_step / 1e9,
-        "notes": workload.notes,
-    }
-    busy = None if way in OTHERS else busy_seconds(work, workload.device, 5)
-    if busy is not None:
-        found["idle_part"] = max(0.0, 1 - busy / step.seconds.median)
-        found["kernels_milliseconds"] = kernel_groups(work, workload.device)
+    run = open_run(config, way == "data", ProgressDisplay(shown=False), notes.append)
+    device, images = run.inputs.ranks.device, run.inputs.per_device * run.inputs.batches_per_step
+    counts = TokenCounts.of(run.inputs.draw_masks(0), run.objective.encoder.grid)
+    with steps_of(run) as step:
+        work = _other_work(run, counts, OTHERS[way]) if way in OTHERS else step
+        tokens = work()
+        wait_for(device)
+        first = time.perf_counter() - started
+        for _ in range(bench.warmup):
+            work()
+        wait_for(device)
+        print("ready", file=sys.stderr, flush=True)
+        sys.stdin.readline()
+        ceiling = matrix_ceiling(device, torch.bfloat16)
+        measured = measure_step(work, device, images, bench)
+        flops = step_flops(config, counts, images)
+        found = {
+            "row": name,
+            "images_per_second": asdict(measured.images_per_second),
+            "milliseconds": asdict(measured.seconds.scaled(1000)),
+            "batch": images,
+            "tokens": asdict(counts),
+            "first_step_seconds": first,
+            "peak_gib": peak_memory(device) / 2**30,
+            "part_of_ceiling": flops / measured.seconds.median / ceiling,
+            "ceiling_tflops": ceiling / 1e12,
+            "gflop_an_image": flops / images / 1e9,
+            "notes": notes,
+        }
+        busy = None if way in OTHERS else busy_seconds(work, device, 5)
+        if busy is not None:
+            found["idle_part"] = max(0.0, 1 - busy / measured.seconds.median)
+            found["kernels_milliseconds"] = kernel_groups(work, device)
     if way in OTHERS:
-        found["notes"] = [*workload.notes, "{} tokens of context, {} of targets in its first step".format(*tokens)]
+        notes.append("{} tokens of context, {} of targets in its first step".format(*tokens))
     if way == "parts":
-        parts: dict[str, Spread] = measure_parts(workload, bench.steps, 3)
+        parts: dict[str, Spread] = measure_parts(run, False, bench.steps, 3, lambda part: None, notes.append)
         found["parts_milliseconds"] = {part: spread.median * 1000 for part, spread in parts.items()}
-    workload.close()
     print(json.dumps(found), flush=True)
 
 
@@ -143,7 +135,7 @@ def kernel_groups(work, device: torch.device, steps: int = 3) -> dict[str, float
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             work()
-        _wait(device)
+        wait_for(device)
     groups: dict[str, float] = {}
     for event in profiler.key_averages():
         name = next((group for pattern, group in KERNELS.items() if re.search(pattern, event.key.lower())), "other")
@@ -151,12 +143,12 @@ def kernel_groups(work, device: torch.device, steps: int = 3) -> dict[str, float
     return dict(sorted(groups.items(), key=lambda item: -item[1]))
 
 
-def _other_work(workload: Workload, name: str):
-    """The step of another implementation: with its own collator if it is the plain one, else with masks that cost nothing."""
-    sizes = (workload.counts, workload.per_device, workload.batches_per_step)
-    setting = Setting(workload.config, workload.device, *sizes, workload.autocast)
+def _other_work(run: Parts, counts: TokenCounts, name: str):
+    """The step of another implementation: the plain one with its own collator, others with masks made beforehand."""
+    inputs = run.inputs
+    setting = Setting(run.config, inputs.ranks.device, counts, inputs.per_device, inputs.batches_per_step, run.autocast)
     contender = load_contenders()[name](setting)
-    images, given = next(workload.images), workload.draw_masks(0)
+    images, given = next(run.images.starting_at(0)), inputs.draw_masks(0)
 
     def work() -> tuple[int, int]:
         masks = contender.collate() if name == OTHERS["plain"] else given
@@ -164,11 +156,6 @@ def _other_work(workload: Workload, name: str):
         return contender.step([(images, moved)])
 
     return work
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure_all(names: list[str], options: list[str], at_once: int, json_file: Path | None) -> bool:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stop_mim.benchmark.comparison import Contender
-from stop_mim.benchmark.flops import encoder_dimensions
+from stop_mim.benchmark.comparison import Contender, encoder_dimensions
 from stop_mim.masking import Masks
 from stop_mim.positions import SinCosPositions
 from stop_mim.training.schedules import values_at

@@ -25,7 +25,7 @@ from stop_mim.errors import InputError
 
 # What a command needs of the package is imported when it runs, so that --help need not wait for torch.
 if TYPE_CHECKING:
-    from stop_mim.training.loop import TrainResult
+    from stop_mim.training.pretrain import TrainResult
 
 Options = TypeVar("Options")
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
@@ -54,7 +54,7 @@ def demo(arguments: list[str]) -> None:
 def pretrain(arguments: list[str]) -> None:
     """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]."""
     from stop_mim.training.config import TrainConfig
-    from stop_mim.training.loop import train
+    from stop_mim.training.pretrain import train
     from stop_mim.training.recipes import find_recipe
 
     if not _names_recipe("pretrain", "--data NAME [--init FILE]", arguments):
@@ -87,7 +87,7 @@ def resume(arguments: list[str]) -> None:
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in HELP):
         raise InputError("resume needs the folder of a run first: stop-mim resume RUN.")
     from stop_mim.training.config import SpeedConfig
-    from stop_mim.training.loop import resume as resume_run
+    from stop_mim.training.pretrain import resume as resume_run
     from stop_mim.training.run_folder import RunFolder
 
     asked_for_help = arguments[0] in HELP

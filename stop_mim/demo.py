@@ -25,10 +25,10 @@ from stop_mim.files import write_atomically
 from stop_mim.positions import StochasticPositions
 from stop_mim.seeds import derive_seed
 from stop_mim.training.build import build_encoder, build_objective
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
-from stop_mim.training.loop import train
-from stop_mim.training.progress import ProgressDisplay
+from stop_mim.training.pretrain import train
 from stop_mim.training.recipes import find_recipe
 from stop_mim.training.run_folder import RunFolder, read_metrics
 

@@ -14,6 +14,10 @@ class MissingExtra(InputError):
         )
 
 
+class TrainingDiverged(RuntimeError):
+    """The loss was not finite for several steps in a row; none of these steps changed the weights."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error of somebody else's says, as far as it fits into a sentence; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

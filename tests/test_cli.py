@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from stop_mim.cli import COMMANDS, main
-from stop_mim.training import loop
-from stop_mim.training.loop import TrainResult
+from stop_mim.training import pretrain
+from stop_mim.training.pretrain import TrainResult
 from stop_mim.training.recipes import RECIPES
 
 TINY = [
@@ -183,7 +183,7 @@ def test_output_that_nobody_reads_to_its_end_is_no_failure_to_tell_of():
 @pytest.mark.parametrize(("by", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("another process", 130)])
 def test_who_waits_for_a_run_learns_that_it_was_stopped(capsys, monkeypatch, tmp_path, by, code, rank):
     result = TrainResult(tmp_path, 5, 10, 0.5, by)
-    monkeypatch.setattr(loop, "train", lambda *arguments, **options: result)
+    monkeypatch.setattr(pretrain, "train", lambda *arguments, **options: result)
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended:
         main(["pretrain", "demo"])

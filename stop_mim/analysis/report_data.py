@@ -31,8 +31,8 @@ from stop_mim.errors import InputError
 from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Positions, StochasticPositions
 from stop_mim.seeds import seeded_generator
-from stop_mim.training.loop import MAX_NOT_FINITE_IN_A_ROW
 from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.trainer import MAX_NOT_FINITE_IN_A_ROW
 
 MAX_IMAGES = 16
 # What all runs together may take, in bytes before base64: the page stays below 10 MB however many there are.

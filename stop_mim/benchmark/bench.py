@@ -1,59 +1,70 @@
-"""`stop-mim bench`: a run's training step, its parts, its memory and its speed, measured on this machine."""
+"""`stop-mim bench`: the training step of a run, its parts, memory and speed, measured on this machine.
 
+The step is the trainer's own: `pretrain.assemble` builds it here as it does for training.
+"""
+
+import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
-from stop_mim.benchmark.ceiling import matrix_ceiling
 from stop_mim.benchmark.comparison import (
     ON_DEVICE,
     Batch,
     Maker,
     Setting,
     check_comparable,
+    encoder_dimensions,
     load_contenders,
     measure_comparison,
 )
 from stop_mim.benchmark.config import BenchConfig
-from stop_mim.benchmark.findings import BenchReport, ComparedStep, write_report
-from stop_mim.benchmark.flops import step_flops
-from stop_mim.benchmark.measurement import measure_step
-from stop_mim.benchmark.parts import measure_parts, part_names
-from stop_mim.benchmark.scaling import VARIANTS, measure_scaling
-from stop_mim.benchmark.tables import comparison_table, facts_table, scaling_table, step_table
-from stop_mim.benchmark.timing import busy_seconds, forget_peak, lacks_memory, peak_memory
-from stop_mim.benchmark.workload import Workload, one_device
+from stop_mim.benchmark.flops import TokenCounts, step_flops
+from stop_mim.benchmark.parts import measure_parts
+from stop_mim.benchmark.report import BenchReport, ComparedStep, ScaledStep, print_report, write_report
+from stop_mim.benchmark.timing import (
+    Work,
+    busy_seconds,
+    forget_peak,
+    lacks_memory,
+    matrix_ceiling,
+    measure_step,
+    peak_memory,
+)
+from stop_mim.constraints import check_effects
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
-from stop_mim.training.acceleration import is_half
+from stop_mim.seeds import seeded_generator
+from stop_mim.training.acceleration import CapturedStep, is_compiled, is_half
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
-from stop_mim.training.progress import ProgressDisplay
+from stop_mim.training.distributed import Ranks, choose_device
+from stop_mim.training.inputs import StepInputs
+from stop_mim.training.pretrain import Images, Parts, assemble, open_images
 from stop_mim.training.run_folder import environment
 
+# Length of an epoch of synthetic images; long enough for the step to be compiled as in a real run.
+SYNTHETIC_STEPS_PER_EPOCH = 1000
 PROFILED_STEPS = 5
-# The ceiling may move by so much from one implementation to the next before a comparison comes with a warning.
+# A comparison comes with a warning if the ceiling moves by more than this factor meanwhile.
 STEADY = 1.1
-LEAST_WIDTH = 80
+FACTORS, CONTEXT_FACTORS = (0.5, 2.0), (0.5, 1.25)
 PARTS_NOTE = (
-    "Each part is timed on its own, so that they need not add up to the step; backward is forward and backward together less "
-    "the forward."
-)
-SHARED_NOTE = (
-    "predictor.shared_context is on: ours computes the context tokens of the predictor once for all blocks, which is less to "
-    "do than in the others."
+    "Each part is timed alone, and they need not add up to the step; backward is forward and backward minus forward."
 )
 
 
 def run_bench(
     config: TrainConfig, bench: BenchConfig, recipe: str = "custom", console: Console | None = None
 ) -> BenchReport:
-    """Measure, print the tables and write the file that is asked for; `bench.images` of auto are synthetic ones."""
+    """Measure, print the tables and write the JSON file; `bench.images` "auto" means synthetic images."""
+    check_effects(config)
     uses_data = bench.images == "data"
     contenders: dict[str, Maker] = {}
     if bench.compare:
@@ -62,171 +73,225 @@ def run_bench(
     if bench.json is not None:
         require_writable(f"bench.json, {bench.json},", bench.json)
     device = one_device(config)
-    total = 3 + len(part_names(config, uses_data)) + len(contenders) + bench.scaling * VARIANTS
-    with ProgressDisplay(console) as display, _memory_told(config, device):
-        progress = _Progress(display, total)
-        report, setting, batch = _measure_ours(config, bench, recipe, progress)
+    with ProgressDisplay(console) as display, _memory_error_named(config, device):
+
+        def show(name: str) -> None:
+            display.say(f"measuring: {name}")
+
+        report, setting, batch = measure_run(config, bench, recipe, display, show)
         if contenders:
-            report = _compare(report, contenders, setting, batch, bench, progress)
+            report = compare(report, contenders, setting, batch, bench, show)
         if bench.scaling:
-            report = _scale(report, setting, bench, progress)
-        progress.end()
+            report = scale(report, setting, bench, show)
     print_report(report)
     if bench.json is not None:
         write_report(bench.json, report)
     return report
 
 
-def print_report(report: BenchReport) -> None:
-    """All tables, and what has to be said about them."""
-    console = Console()
-    # Narrower, the tables would cut their numbers without a sign.
-    console.width = max(console.width, LEAST_WIDTH)
-    tables = [step_table(report), facts_table(report)]
-    tables += [comparison_table(report)] if report.comparison else []
-    tables += [scaling_table(report)] if report.scaling else []
-    for table in tables:
-        console.print(table)
-    for note in report.notes:
-        console.print(escape(note), highlight=False, soft_wrap=True)
+def open_run(config: TrainConfig, uses_data: bool, display: ProgressDisplay, warn: Callable[[str], None]) -> Parts:
+    """Assemble the run as training does, in one process and without a run directory."""
+    inputs = StepInputs(config, Ranks(0, 1, 1, one_device(config)))
+    images = open_images(config, inputs, None, display) if uses_data else synthetic_images(config, inputs)
+    return assemble(config, inputs, images, display.say, warn)
 
 
-def _measure_ours(
-    config: TrainConfig, bench: BenchConfig, recipe: str, progress: "_Progress"
+def synthetic_images(config: TrainConfig, inputs: StepInputs) -> Images:
+    """Return one batch of random numbers on the device, again and again."""
+    device = inputs.ranks.device
+    shape = (inputs.per_device, 3, *config.encoder.image_size)
+    generator = seeded_generator(device, config.seed, "bench images")
+    batch = torch.randn(shape, device=device, generator=generator)
+    return Images(
+        lambda first: (one for one in repeat(batch)), SYNTHETIC_STEPS_PER_EPOCH, "synthetic, on the device", {}
+    )
+
+
+@contextmanager
+def steps_of(run: Parts) -> Iterator[Work]:
+    """Give a function that takes the next step of the trainer; the loader ends with the context."""
+    with closing(run.trainer.batches(0)) as batches:
+        yield lambda: run.trainer.take_step(batches)
+
+
+def measure_run(
+    config: TrainConfig, bench: BenchConfig, recipe: str, display: ProgressDisplay, show: Callable[[str], None]
 ) -> tuple[BenchReport, Setting, Batch]:
-    """The step and its parts, the sizes that they had, and one of their batches; the memory is free again afterwards."""
-    device = one_device(config)
-    progress.tell("whole step")
-    before = matrix_ceiling(device, multiplied_in(config, device))
-    forget_peak(device)
-    with closing(Workload(config, bench.images == "data", progress.display)) as workload:
-        report = _report(workload, bench, recipe, before, progress)
-        batch = (next(workload.images), workload.draw_masks(0))
-        sizes = (workload.counts, workload.per_device, workload.batches_per_step)
-        return report, Setting(config, device, *sizes, workload.autocast), batch
+    """Measure the step and its parts; return the sizes and a batch too, for the comparison."""
+    device, uses_data, notes = one_device(config), bench.images == "data", [PARTS_NOTE]
 
+    def warn(text: str) -> None:
+        display.warn(text)
+        notes.append(text)
 
-def _report(
-    workload: Workload, bench: BenchConfig, recipe: str, ceiling_before: float, progress: "_Progress"
-) -> BenchReport:
-    config, device, images = workload.config, workload.device, workload.images_per_step
-    step = measure_step(workload.step, device, images, bench)
-    step = replace(step, peak_memory=peak_memory(device))
-    progress.tell("host gaps")
-    busy = busy_seconds(workload.step, device, PROFILED_STEPS)
-    parts = measure_parts(workload, bench.steps, bench.warmup, progress.tell)
-    progress.tell("ceiling")
+    show("whole step")
     dtype = multiplied_in(config, device)
-    return BenchReport(
+    before = matrix_ceiling(device, dtype)
+    forget_peak(device)
+    run = open_run(config, uses_data, display, warn)
+    inputs, images_per_step = run.inputs, run.inputs.per_device * run.inputs.batches_per_step
+    with steps_of(run) as step:
+        measured = measure_step(step, device, images_per_step, bench)
+        measured = replace(measured, peak_memory=peak_memory(device))
+        show("host gaps")
+        busy = busy_seconds(step, device, PROFILED_STEPS)
+    parts = measure_parts(run, uses_data, bench.steps, bench.warmup, show, warn)
+    show("ceiling")
+    with closing(run.images.starting_at(0)) as images:
+        batch = next(images), inputs.draw_masks(0)
+    counts = TokenCounts.of(batch[1], run.objective.encoder.grid)
+    report = BenchReport(
         recipe=recipe,
         environment=environment(),
         config=asdict(config),
         bench={name: str(value) if isinstance(value, Path) else value for name, value in asdict(bench).items()},
         hardware=hardware_name(device),
-        images=workload.image_source,
-        images_per_step=images,
-        batches_per_step=workload.batches_per_step,
-        tokens=asdict(workload.counts),
+        images=run.images.description,
+        images_per_step=images_per_step,
+        batches_per_step=inputs.batches_per_step,
+        tokens=asdict(counts),
         dtype=str(dtype).removeprefix("torch."),
-        execution=_execution(workload),
-        step=step,
+        execution=execution_of(run),
+        step=measured,
         parts=parts,
         busy_seconds=busy,
-        flops=step_flops(config, workload.counts, images),
-        ceilings=(ceiling_before, matrix_ceiling(device, dtype)),
-        notes=(PARTS_NOTE, *workload.notes),
+        flops=step_flops(config, counts, images_per_step),
+        ceilings=(before, matrix_ceiling(device, dtype)),
+        notes=tuple(notes),
     )
+    return report, Setting(config, device, counts, inputs.per_device, inputs.batches_per_step, run.autocast), batch
 
 
 def multiplied_in(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """The type in which the layers' matrices are multiplied."""
+    """Return the type in which the layers multiply matrices."""
     return torch.bfloat16 if is_half(config.speed.precision, device) else torch.float32
 
 
-def _execution(workload: Workload) -> str:
-    """How the step ran, in words."""
-    ways = ["compiled" if workload.is_compiled else "eager", "captured as a CUDA graph" if workload.is_captured else ""]
-    speed = workload.config.speed
-    chosen = {"target in fp8": speed.fp8_target, "tokens in bf16": speed.half_residual, "recomputed": speed.recompute}
-    ways += [way for way, is_on in chosen.items() if is_on]
-    return ", ".join(way for way in ways if way)
+def execution_of(run: Parts) -> str:
+    """Describe how the step runs."""
+    ways = ["compiled" if is_compiled(run.objective) else "eager"]
+    ways += ["captured as a CUDA graph"] if isinstance(run.trainer.step, CapturedStep) else []
+    ways += ["recomputed"] if run.config.speed.recompute else []
+    return ", ".join(ways)
 
 
-def _compare(
+def compare(
     report: BenchReport,
     contenders: dict[str, Maker],
     setting: Setting,
     batch: Batch,
     bench: BenchConfig,
-    progress: "_Progress",
+    show: Callable[[str], None],
 ) -> BenchReport:
+    """Add other implementations to the report."""
     counts, device = setting.counts, setting.device
-    # On the CPU the memory of one step among others cannot be told.
+    dtype, ceilings = multiplied_in(setting.config, device), list(report.ceilings)
+    # On the CPU the memory of one step among others cannot be measured.
     step = report.step if device.type == "cuda" else replace(report.step, peak_memory=None)
     ours = ComparedStep("stop-mim", ON_DEVICE, counts.context, counts.blocks * counts.target, step)
     torch.compiler.reset()
-    ceilings = list(report.ceilings)
 
-    def tell(name: str) -> None:
-        progress.tell(name)
-        ceilings.append(matrix_ceiling(device, multiplied_in(setting.config, device)))
+    def show_next(name: str) -> None:
+        show(name)
+        ceilings.append(matrix_ceiling(device, dtype))
 
-    others, notes = measure_comparison(contenders, setting, batch, bench, tell)
-    ceilings.append(matrix_ceiling(device, multiplied_in(setting.config, device)))
-    notes += [SHARED_NOTE] if setting.config.predictor.shared_context else []
-    return replace(
-        report,
-        comparison=(ours, *others),
-        ceilings=tuple(ceilings),
-        notes=(*report.notes, *notes, *_unsteady(ceilings)),
-    )
-
-
-def _unsteady(ceilings: Sequence[float]) -> list[str]:
-    """What has to be said if the machine itself was faster at one time than at another."""
+    others, notes = measure_comparison(contenders, setting, batch, bench, show_next)
+    ceilings.append(matrix_ceiling(device, dtype))
     low, high = min(ceilings) / 1e12, max(ceilings) / 1e12
-    if high <= STEADY * low:
-        return []
-    return [
-        f"The machine was not steady: its ceiling moved between {low:,.3f} and {high:,.3f} TFLOP/s from one implementation to "
-        "the next. Something else runs on it, or it is throttled: compare again when it is at rest."
-    ]
+    if high > STEADY * low:
+        notes.append(
+            f"The machine was not steady: its ceiling moved between {low:,.3f} and {high:,.3f} TFLOP/s during the comparison. "
+            "Repeat it when nothing else runs."
+        )
+    return replace(report, comparison=(ours, *others), ceilings=tuple(ceilings), notes=(*report.notes, *notes))
 
 
-def _scale(report: BenchReport, setting: Setting, bench: BenchConfig, progress: "_Progress") -> BenchReport:
-    found = measure_scaling(setting.config, bench, setting.per_device, setting.counts, progress.tell)
-    skipped = [f"{one.change}, {one.value}, is left out: {one.skipped}" for one in found if one.step is None]
-    return replace(report, scaling=found, notes=(*report.notes, *skipped))
+@dataclass(frozen=True)
+class Variant:
+    """A configuration with one size changed."""
+
+    change: str
+    value: str
+    config: TrainConfig
+
+
+def variants(config: TrainConfig, counts: TokenCounts, per_device: int) -> Iterator[Variant]:
+    """Yield the configuration itself, then each change."""
+    yield Variant("none", "as given", config)
+    encoder, masks = config.encoder, config.masks
+    for factor in FACTORS:
+        patch = encoder.patch_size
+        height, width = (max(patch, round(side * factor / patch) * patch) for side in encoder.image_size)
+        changed = replace(config, encoder=replace(encoder, image_size=(height, width)))
+        yield Variant("image size", f"{height}x{width} pixels", changed)
+    for factor in FACTORS:
+        images = max(1, round(per_device * factor))
+        optim = replace(config.optim, batch_size=images * (config.optim.batch_size // per_device))
+        changed = replace(config, optim=optim, speed=replace(config.speed, batch_size_per_device=images))
+        yield Variant("batch", f"{images} images", changed)
+    for factor in FACTORS:
+        layers = max(1, round(encoder_dimensions(encoder).depth * factor))
+        changed = replace(config, encoder=replace(encoder, depth=layers))
+        yield Variant("depth", f"{layers} layer{'s' if layers > 1 else ''}", changed)
+    for factor in CONTEXT_FACTORS:
+        tokens = max(1, round(counts.context * factor))
+        sizes = {"context_tokens": tokens} if masks.kind == "multiblock" else {"mask_ratio": 1 - tokens / counts.grid}
+        changed = replace(config, masks=replace(masks, **sizes))
+        yield Variant("context", f"{tokens} of {counts.grid} tokens", changed)
+
+
+def scale(report: BenchReport, setting: Setting, bench: BenchConfig, show: Callable[[str], None]) -> BenchReport:
+    """Add other sizes to the report, or the reason why one cannot be measured."""
+    found, config = [], setting.config
+    for variant in variants(config, setting.counts, setting.per_device):
+        show(f"{variant.change}: {variant.value}")
+        found.append(measure_variant(variant, bench))
+    skipped = [f"{one.change}, {one.value}, is skipped: {one.skipped}" for one in found if one.step is None]
+    return replace(report, scaling=tuple(found), notes=(*report.notes, *skipped))
+
+
+def measure_variant(variant: Variant, bench: BenchConfig) -> ScaledStep:
+    """Measure the step of a variant on synthetic images."""
+    device = one_device(variant.config)
+    # Compiled code of the last variant is of no use, and would count as a recompilation.
+    torch.compiler.reset()
+    forget_peak(device)
+    try:
+        run = open_run(variant.config, False, ProgressDisplay(shown=False), lambda text: None)
+        with steps_of(run) as step:
+            measured = measure_step(step, device, run.inputs.per_device * run.inputs.batches_per_step, bench)
+        return ScaledStep(variant.change, variant.value, measured)
+    except InputError as error:
+        return ScaledStep(variant.change, variant.value, None, str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        return ScaledStep(variant.change, variant.value, None, "it does not fit into memory.")
+
+
+def one_device(config: TrainConfig) -> torch.device:
+    """Return the device to measure."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("bench measures one process: start it without torchrun.")
+    device = choose_device(config.speed.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def hardware_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's with the number of threads in use."""
+    """Return the name of the GPU, or of the CPU with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     models = Path("/proc/cpuinfo")
     lines = models.read_text().splitlines() if models.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-class _Progress:
-    """How many of the measurements are done, and which one comes next."""
-
-    def __init__(self, display: ProgressDisplay, total: int) -> None:
-        self.display, self.total, self.done = display, total, 0
-
-    def tell(self, name: str) -> None:
-        self.display.update("measuring", self.done, self.total, name)
-        self.done += 1
-
-    def end(self) -> None:
-        self.display.update("measuring", self.total, self.total)
+    return f"{names[0] if names else platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 @contextmanager
-def _memory_told(config: TrainConfig, device: torch.device) -> Iterator[None]:
+def _memory_error_named(config: TrainConfig, device: torch.device) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:

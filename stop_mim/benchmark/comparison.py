@@ -1,11 +1,11 @@
-"""The same sizes in other implementations, which live in the `benchmarks` folder of a clone of the repository."""
+"""Other implementations at the same sizes; they are in the `benchmarks` directory of a clone of the repository."""
 
 import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,20 @@ from torch import Tensor
 
 import stop_mim
 from stop_mim.benchmark.config import BenchConfig
-from stop_mim.benchmark.findings import ComparedStep
 from stop_mim.benchmark.flops import TokenCounts
-from stop_mim.benchmark.measurement import measure_step
-from stop_mim.benchmark.timing import forget_peak, lacks_memory
+from stop_mim.benchmark.report import ComparedStep
+from stop_mim.benchmark.timing import forget_peak, lacks_memory, measure_step
 from stop_mim.errors import InputError, first_line
 from stop_mim.masking import Masks
-from stop_mim.training.config import TrainConfig
+from stop_mim.models.encoder import SIZES, Dimensions
+from stop_mim.training.config import EncoderConfig, TrainConfig
 
 Batch = tuple[Tensor, Masks]
 
 ON_DEVICE, BEFOREHAND, COLLATOR, WITHIN = "on device", "beforehand", "collator", "in its step"
 TOKENS_NOTE = (
-    "Masks drawn on the device, by a collator or in a step are new each step, and their time is in it; those made beforehand "
-    "are ours. An implementation's own masks have other numbers of tokens: compare rows that have the same."
+    "Masks that are drawn on the device, by a collator or in a step are new in each step, and their time counts; those made "
+    "beforehand are ours. An implementation's own masks have other numbers of tokens: compare rows with the same numbers."
 )
 FOLDER = Path(stop_mim.__file__).parents[1] / "benchmarks"
 
@@ -46,41 +46,44 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """Another implementation's training step."""
+    """The training step of another implementation."""
 
     step: Callable[[Sequence[Batch]], tuple[int, int]]
-    """A whole step on some batches; gives the context and target tokens that an image had in it."""
+    """Takes a step on some batches; returns the context and target tokens per image."""
     collate: Callable[[], Masks] | None
-    """Its own masks for a batch, on the CPU; None: it draws them within its step, and the given ones go unused."""
+    """Returns its own masks for a batch, on the CPU; None: it draws them in its step and ignores the given ones."""
     note: str = ""
-    """What one must know to read its numbers."""
+    """A remark on its numbers."""
 
 
 Maker = Callable[[Setting], Contender]
 
 
+def encoder_dimensions(config: EncoderConfig) -> Dimensions:
+    """Return width, depth, heads and MLP ratio of the encoder."""
+    given = {name: getattr(config, name) for name in ("width", "depth", "heads") if getattr(config, name) is not None}
+    return replace(SIZES[config.size], **given)
+
+
 def check_comparable(config: TrainConfig, uses_data: bool) -> None:
-    """Refuse what has no counterpart in the others."""
+    """Raise InputError for a configuration that the other implementations do not have."""
     if config.objective.kind != "ijepa" or config.masks.kind != "multiblock":
         raise InputError(
-            f"bench.compare is on, objective.kind is {config.objective.kind} and masks.kind {config.masks.kind}: the others "
-            "are I-JEPA with multi-block masks; choose ijepa and multiblock, or leave --bench.compare out."
+            f"bench.compare is on, objective.kind is {config.objective.kind} and masks.kind {config.masks.kind}: the other "
+            "implementations are I-JEPA with multi-block masks; choose ijepa and multiblock, or leave --bench.compare out."
         )
     if uses_data:
-        raise InputError(
-            "bench.compare is on and bench.images is data: all are compared on synthetic images; leave --data out, or "
-            "--bench.compare."
-        )
+        raise InputError("bench.compare is on and bench.images is data: leave --data out, or --bench.compare.")
 
 
 def load_contenders(folder: Path = FOLDER) -> dict[str, Maker]:
-    """The other implementations by name, from the clone that the package runs in."""
+    """Return the other implementations by name."""
     file = folder / "compare.py"
     spec = importlib.util.spec_from_file_location("stop_mim_compare", file) if file.is_file() else None
     if spec is None or spec.loader is None:
         raise InputError(
-            "bench.compare is on and the package does not run from a clone of the repository, whose benchmarks folder holds "
-            "what is compared: clone it and install it with 'pip install -e .', or leave --bench.compare out."
+            "bench.compare is on and the package does not run from a clone of the repository, where the other implementations "
+            "are: clone it and install it with 'pip install -e .', or leave --bench.compare out."
         )
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(folder))
@@ -92,32 +95,27 @@ def load_contenders(folder: Path = FOLDER) -> dict[str, Maker]:
 
 
 def measure_comparison(
-    contenders: dict[str, Maker],
-    setting: Setting,
-    batch: Batch,
-    bench: BenchConfig,
-    tell: Callable[[str], None] = lambda name: None,
+    contenders: dict[str, Maker], setting: Setting, batch: Batch, bench: BenchConfig, show: Callable[[str], None]
 ) -> tuple[list[ComparedStep], list[str]]:
-    """All that can be imported, on these images: with these masks, and with their own each step; and what is to be said."""
+    """Measure every implementation that can be imported, with the given masks and with its own; return notes too."""
     found: list[ComparedStep] = []
     notes = [TOKENS_NOTE]
     for name, make in contenders.items():
-        tell(name)
+        show(name)
         forget_peak(setting.device)
         try:
-            steps, note = _measure(name, make(setting), setting, batch, bench)
-            found, notes = [*found, *steps], [*notes, *note]
+            contender = make(setting)
+            found += _measure(name, contender, setting, batch, bench)
+            notes += [contender.note] if contender.note else []
         except ImportError as error:
-            notes.append(f"{name} is left out: {str(error).rstrip('.')}.")
-        except Exception as error:  # Of somebody else's code; what is measured already must not be lost.
-            failed = f"it failed, with {type(error).__name__}: {first_line(error)}"
-            notes.append(f"{name} is left out: {'it does not fit into memory.' if lacks_memory(error) else failed}")
+            notes.append(f"{name} is skipped: {str(error).rstrip('.')}.")
+        except Exception as error:  # Code of others may fail in any way; earlier measurements must not be lost.
+            failed = f"it failed with {type(error).__name__}: {first_line(error)}"
+            notes.append(f"{name} is skipped: {'it does not fit into memory.' if lacks_memory(error) else failed}")
     return found, notes
 
 
-def _measure(
-    name: str, contender: Contender, setting: Setting, batch: Batch, bench: BenchConfig
-) -> tuple[list[ComparedStep], list[str]]:
+def _measure(name: str, contender: Contender, setting: Setting, batch: Batch, bench: BenchConfig) -> list[ComparedStep]:
     images, given = batch
     ways: dict[str, Callable[[], Masks]] = {WITHIN: lambda: given}
     if contender.collate is not None:
@@ -133,7 +131,7 @@ def _measure(
         step = measure_step(work, setting.device, len(images) * setting.batches_per_step, bench)
         context, targets = (round(statistics.mean(numbers)) for numbers in zip(*used, strict=True))
         steps.append(ComparedStep(name, way, context, targets, step))
-    return steps, [contender.note] if contender.note else []
+    return steps
 
 
 def _to(masks: Masks, device: torch.device) -> Masks:

@@ -1,73 +1,73 @@
-"""The parts of a training step, each as work that can be timed on its own; parts that an objective lacks are left out."""
+"""The parts of a training step, each timed alone; an objective has only some of them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.benchmark.timing import Spread, Work, call_seconds, waited_seconds
-from stop_mim.benchmark.workload import Workload
 from stop_mim.errors import first_line
+from stop_mim.masking import Masks
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.models.mae import MAE
 from stop_mim.models.objective import TargetObjective
-from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, recording
-from stop_mim.training.config import TrainConfig
-from stop_mim.training.schedules import values_at
+from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, CapturedStep, is_compiled, recording
+from stop_mim.training.pretrain import Parts
 
 DATA, MASKS, FORWARD, BACKWARD, OPTIMISER = "data (loader)", "masks", "whole forward", "backward", "optimiser"
 TARGET, EMA = "target forward", "EMA of the target"
 ENCODER, PREDICTOR, DECODER = "context encoder forward", "predictor forward", "decoder forward"
 STUDENT = "student forward"
 
-PARTS = {
-    "ijepa": (MASKS, TARGET, ENCODER, PREDICTOR, FORWARD, BACKWARD, OPTIMISER, EMA),
-    "mae": (MASKS, ENCODER, DECODER, FORWARD, BACKWARD, OPTIMISER),
-    "data2vec": (MASKS, TARGET, STUDENT, FORWARD, BACKWARD, OPTIMISER, EMA),
-}
-
 
 def measure_parts(
-    workload: Workload, calls: int, warmup: int, tell: Callable[[str], None] = lambda name: None
+    run: Parts, uses_data: bool, calls: int, warmup: int, show: Callable[[str], None], warn: Callable[[str], None]
 ) -> dict[str, Spread]:
-    """Seconds that each part takes in a step, its batches together; `tell` gets the name of what comes next."""
-
-    def measure(name: str, work: Work, recordable: bool = True) -> Spread:
-        recorded = _recorded(workload, name, work) if recordable and workload.is_captured else work
-        return Spread.of(call_seconds(recorded, workload.device, calls, warmup))
-
+    """Return the seconds of each part in a step, for all batches of the step together."""
+    device, inputs = run.inputs.ranks.device, run.inputs
+    captured = isinstance(run.trainer.step, CapturedStep)
     found: dict[str, Spread] = {}
-    times = workload.batches_per_step
-    if workload.loader is not None:
-        tell(DATA)
-        found[DATA] = Spread.of(waited_seconds(lambda: next(workload.images), workload.device, calls, warmup))
-    tell(MASKS)
-    # In training too, masks are drawn beside the graph.
-    found[MASKS] = measure(MASKS, lambda: workload.draw_masks(0), recordable=False)
-    for name, work in forward_parts(workload).items():
-        tell(name)
+
+    def measure(name: str, work: Work, capturable: bool = True) -> Spread:
+        show(name)
+        timed = _captured(name, work, device, warn) if captured and capturable else work
+        return Spread.of(call_seconds(timed, device, calls, warmup))
+
+    with closing(run.images.starting_at(0)) as images:
+        if uses_data:
+            show(DATA)
+            found[DATA] = Spread.of(waited_seconds(lambda: next(images), device, calls, warmup))
+        batch = next(images)
+    # In training, too, masks are drawn outside the graph.
+    found[MASKS] = measure(MASKS, lambda: inputs.draw_masks(0), capturable=False)
+    masks = inputs.draw_masks(0)
+    for name, work in forward_parts(run, batch, masks).items():
         found[name] = measure(name, work)
-    tell(BACKWARD)
-    gradients = forward_and_backward(workload)
-    found[BACKWARD] = _difference(measure(BACKWARD, gradients), found[FORWARD])
-    found = {name: spread.scaled(times) for name, spread in found.items()}
-    # The next parts need gradients, which are not those within a graph.
+
+    def gradients() -> None:
+        run.trainer.optimiser.zero_grad(set_to_none=True)
+        with run.autocast:
+            loss = run.objective(batch, masks)
+        loss.backward()
+
+    found[BACKWARD] = measure(BACKWARD, gradients).less(found[FORWARD])
+    found = {name: spread.scaled(inputs.batches_per_step) for name, spread in found.items()}
+    # The optimiser needs gradients, and not those inside a graph.
     gradients()
-    for name, work in update_parts(workload).items():
-        tell(name)
-        found[name] = measure(name, work)
+    found[OPTIMISER] = measure(OPTIMISER, run.trainer.optimiser.step)
+    if isinstance(run.objective, TargetObjective):
+        weight = torch.tensor(1 - run.trainer.schedule(0).ema_momentum, device=device)
+        found[EMA] = measure(EMA, lambda: run.objective.move_target(weight))
     return found
 
 
-def part_names(config: TrainConfig, uses_data: bool) -> tuple[str, ...]:
-    """The parts of that objective, in the order in which they are measured."""
-    return ((DATA,) if uses_data else ()) + PARTS[config.objective.kind]
-
-
-def forward_parts(workload: Workload) -> dict[str, Work]:
-    """Everything up to the loss of one batch."""
-    objective, images, masks = workload.objective, next(workload.images), workload.draw_masks(0)
+def forward_parts(run: Parts, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> dict[str, Work]:
+    """Return the parts of the forward pass on one batch, compiled if the step is."""
+    objective = run.objective
     parts: dict[str, Work] = {}
     if isinstance(objective, IJEPA | Data2Vec):
         parts[TARGET] = lambda: objective.target_features(images, masks)
@@ -75,42 +75,29 @@ def forward_parts(workload: Workload) -> dict[str, Work]:
         parts[STUDENT] = lambda: objective.predict(images, masks)
     if isinstance(objective, IJEPA | MAE):
         predictor = objective.predictor if isinstance(objective, IJEPA) else objective.decoder
-        features = _leaf_features(workload, images, masks.context)
+        with torch.no_grad(), run.autocast:
+            features = objective.encoder(images, masks.context)
+        features = features.detach().requires_grad_()
         parts[ENCODER] = lambda: objective.encoder(images, masks.context)
         name = PREDICTOR if isinstance(objective, IJEPA) else DECODER
         parts[name] = lambda: predictor(features, masks.context, masks.targets)
-    if workload.is_compiled:
+    if is_compiled(objective):
         parts = {name: torch.compile(work, dynamic=False) for name, work in parts.items()}
     parts[FORWARD] = lambda: objective(images, masks)
-    return {name: _autocast(workload, work) for name, work in parts.items()}
+    return {name: _under(run.autocast, work) for name, work in parts.items()}
 
 
-def forward_and_backward(workload: Workload) -> Work:
-    """The gradients of one batch, beginning with none."""
-    objective, images, masks = workload.objective, next(workload.images), workload.draw_masks(0)
+def _under(autocast: AbstractContextManager[Any], work: Work) -> Work:
+    def wrapped() -> object:
+        with autocast:
+            return work()
 
-    def work() -> None:
-        workload.optimiser.zero_grad(set_to_none=True)
-        with workload.autocast:
-            loss = objective(images, masks)
-        loss.backward()
-
-    return work
+    return wrapped
 
 
-def update_parts(workload: Workload) -> dict[str, Work]:
-    """What comes after the gradients, which must be there."""
-    momentum = values_at(0, workload.steps_per_epoch, workload.config.optim).ema_momentum
-    weight = torch.tensor(1 - momentum, device=workload.device)
-    parts: dict[str, Work] = {OPTIMISER: workload.optimiser.step}
-    if isinstance(workload.objective, TargetObjective):
-        parts[EMA] = lambda: workload.objective.move_target(weight)
-    return parts
-
-
-def _recorded(workload: Workload, name: str, work: Work) -> Work:
-    """The part as a CUDA graph of its own, as it is in a captured step; where that fails as it is, and that is said."""
-    here, aside = torch.cuda.current_stream(workload.device), torch.cuda.Stream(workload.device)
+def _captured(name: str, work: Work, device: torch.device, warn: Callable[[str], None]) -> Work:
+    """Capture a part as its own CUDA graph, as it is in a captured step; if that fails, warn and time it as it is."""
+    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     aside.wait_stream(here)
     with torch.cuda.stream(aside):
         for _ in range(STEPS_BEFORE_CAPTURE):
@@ -122,30 +109,7 @@ def _recorded(workload: Workload, name: str, work: Work) -> Work:
             work()
     except torch.cuda.OutOfMemoryError:
         raise
-    # Whatever cannot be recorded on its own: its launches are then in its time.
     except Exception as error:
-        why = first_line(error)
-        workload.notes.append(f"'{name}' could not be captured on its own ({why}): it was launched from Python.")
+        warn(f"'{name}' could not be captured alone ({first_line(error)}): its time includes launches from Python.")
         return work
     return graph.replay
-
-
-def _autocast(workload: Workload, work: Work) -> Work:
-    def wrapped() -> object:
-        with workload.autocast:
-            return work()
-
-    return wrapped
-
-
-def _leaf_features(workload: Workload, images: Tensor, context: Tensor) -> Tensor:
-    """What the predictor gets from the encoder; it learns as if gradients went on from there."""
-    with torch.no_grad(), workload.autocast:
-        features = workload.objective.encoder(images, context)
-    return features.detach().requires_grad_()
-
-
-def _difference(both: Spread, first: Spread) -> Spread:
-    """What is left, between the least and the most that the quartiles allow; never less than nothing."""
-    median, low, high = both.median - first.median, both.low - first.high, both.high - first.low
-    return Spread(max(0.0, median), max(0.0, low), max(0.0, high))

@@ -1,4 +1,4 @@
-"""How time is taken: by events on a GPU and by the clock elsewhere, many times, with median and quartiles."""
+"""Time and memory of some work: CUDA events on a GPU, the clock elsewhere; medians with quartiles."""
 
 import gc
 import json
@@ -15,10 +15,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from stop_mim.benchmark.config import BenchConfig
+
 Work = Callable[[], object]
 
-# What a trace calls the things that keep a GPU busy.
+# Categories of a profiler trace that keep a GPU busy.
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+SIDE_ON_GPU, SIDE_ON_CPU = 8192, 1024
+PRODUCTS, REPEATS = 10, 5
 
 
 @dataclass(frozen=True)
@@ -31,29 +35,54 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Spread":
-        """The spread of these values; of a single one there is none."""
+        """Return the spread of these values; a single value has none."""
         if len(values) < 2:
             return Spread(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return Spread(median, low, high)
 
     def scaled(self, factor: float) -> "Spread":
-        """Every value times a positive number."""
+        """Multiply by a positive number."""
         return Spread(self.median * factor, self.low * factor, self.high * factor)
 
     def over(self, amount: float) -> "Spread":
-        """An amount divided by every value: a rate, if these are times."""
+        """Divide an amount by every value: a rate, if these are times."""
         return Spread(amount / self.median, amount / self.high, amount / self.low)
+
+    def less(self, other: "Spread") -> "Spread":
+        """Subtract another spread, as far apart as the quartiles allow; at least 0."""
+        values = (self.median - other.median, self.low - other.high, self.high - other.low)
+        return Spread(*(max(0.0, value) for value in values))
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """Time, rate and memory of a training step."""
+
+    seconds: Spread
+    images_per_second: Spread
+    peak_memory: int | None
+    """Bytes; None where it cannot be measured for this step alone."""
+
+
+def measure_step(work: Work, device: torch.device, images: int, bench: BenchConfig) -> StepMeasurement:
+    """Time repeated runs of a step of so many images, after a warm-up; call `forget_peak` before."""
+    for _ in range(bench.warmup):
+        work()
+    seconds = Spread.of(run_seconds(work, device, bench.steps, bench.repeats))
+    # The peak of the whole process says nothing about one of several steps.
+    peak = peak_memory(device) if device.type == "cuda" else None
+    return StepMeasurement(seconds, seconds.over(images), peak)
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all that it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def run_seconds(work: Work, device: torch.device, steps: int, repeats: int) -> list[float]:
-    """Wall time of one step, in each of some runs of so many steps; the device is waited for at the ends of a run alone."""
+    """Return the wall time per step of each run; the device is waited for only between runs."""
     found = []
     for _ in range(repeats):
         wait_for(device)
@@ -66,7 +95,7 @@ def run_seconds(work: Work, device: torch.device, steps: int, repeats: int) -> l
 
 
 def call_seconds(work: Work, device: torch.device, calls: int, warmup: int) -> list[float]:
-    """Time of each of some calls on their own: between two events on a GPU, by the clock elsewhere."""
+    """Return the time of each call alone, between two events on a GPU, by the clock elsewhere."""
     for _ in range(warmup):
         work()
     wait_for(device)
@@ -82,7 +111,7 @@ def call_seconds(work: Work, device: torch.device, calls: int, warmup: int) -> l
 
 
 def waited_seconds(work: Work, device: torch.device, calls: int, warmup: int) -> list[float]:
-    """Time of each of some calls by the clock, the wait for the device included: for work that the host does too."""
+    """Return the wall time of each call, including the wait for the device: for work that the host does too."""
 
     def waited() -> None:
         work()
@@ -100,12 +129,12 @@ def _clocked(work: Work) -> float:
 
 
 def busy_seconds(work: Work, device: torch.device, steps: int) -> float | None:
-    """Time of a step during which any kernel or copy runs on the GPU, by torch.profiler; None where there is no GPU."""
+    """Return the time per step during which a kernel or copy runs on the GPU; None without a GPU."""
     if device.type != "cuda":
         return None
     wait_for(device)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Some versions of torch tell that they forget what was recorded before, which is wanted here.
+        # Some versions of torch warn that earlier recordings are dropped.
         warnings.simplefilter("ignore")
         trace = Path(folder) / "trace.json"
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -119,7 +148,7 @@ def busy_seconds(work: Work, device: torch.device, steps: int) -> float | None:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals: what runs at the same time counts once."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -127,8 +156,22 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def matrix_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of one large square matrix product, the most that a step can reach."""
+    side = SIDE_ON_GPU if device.type == "cuda" else SIDE_ON_CPU
+    # Random numbers: with zeros a GPU draws less power, and may run faster.
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    result = torch.empty_like(left)
+
+    def multiply() -> None:
+        torch.mm(left, right, out=result)
+
+    run_seconds(multiply, device, PRODUCTS, 1)
+    return 2 * side**3 / statistics.median(run_seconds(multiply, device, PRODUCTS, REPEATS))
+
+
 def forget_peak(device: torch.device) -> None:
-    """Give unused memory back, and begin to look for the peak."""
+    """Free unused memory and reset the peak."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -136,7 +179,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on the GPU since `forget_peak`; on the CPU the most that the process ever took."""
+    """Return bytes: the GPU's peak of allocated tensors since `forget_peak`; on the CPU the peak of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # macOS counts bytes, others count kibibytes.
@@ -144,5 +187,5 @@ def peak_memory(device: torch.device) -> int:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that is not there: the GPU has an error of its own for it, the CPU's is a plain one."""
+    """Return whether an error means that memory ran out; the CPU allocator raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

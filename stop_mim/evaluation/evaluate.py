@@ -24,8 +24,8 @@ from stop_mim.evaluation.task_data import TaskData
 from stop_mim.evaluation.training_tasks import TRAINING_TASKS, training_scores, training_settings
 from stop_mim.evaluation.video_task import video_task
 from stop_mim.files import require_writable
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import process_group, wait_for_all
-from stop_mim.training.progress import ProgressDisplay
 
 
 def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | None = None) -> list[Evaluation]:

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stop_mim.data.augment import Augment
 from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out
 from stop_mim.data.loader import Progress
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.features import encoder_fingerprint
 from stop_mim.evaluation.labelled_training import (
     LR_IMAGES,
@@ -44,7 +44,6 @@ from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import collect_tensors, restore_tensors
 from stop_mim.training.config import SpeedConfig, require, require_choices
 from stop_mim.training.distributed import Ranks, any_rank, reduce_mean, share
-from stop_mim.training.loop import TrainingDiverged
 from stop_mim.training.schedules import warmup_cosine
 
 HEAD_STD = 2e-5

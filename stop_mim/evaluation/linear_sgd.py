@@ -19,6 +19,7 @@ from torch import Tensor
 from stop_mim.data.augment import Augment
 from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out
 from stop_mim.data.loader import Progress
+from stop_mim.errors import TrainingDiverged
 from stop_mim.evaluation.curvature import inverse_curvature, precondition, sum_of_products
 from stop_mim.evaluation.features import encoder_fingerprint
 from stop_mim.evaluation.labelled_training import (
@@ -39,7 +40,6 @@ from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import collect_tensors, restore_tensors
 from stop_mim.training.config import SpeedConfig, require, require_choices
 from stop_mim.training.distributed import Ranks, reduce_mean, share
-from stop_mim.training.loop import TrainingDiverged
 from stop_mim.training.online_probe import evaluation_mode
 from stop_mim.training.schedules import cosine
 

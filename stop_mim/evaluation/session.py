@@ -30,9 +30,9 @@ from stop_mim.evaluation.linear import Chunks
 from stop_mim.evaluation.protocols import LinearProtocol, find_protocol, fitted, guess_protocol
 from stop_mim.evaluation.results import Evaluation, today
 from stop_mim.evaluation.task_data import TaskData
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import workers_for
-from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.run_folder import environment
 
 

@@ -14,7 +14,7 @@ from stop_mim.sweeps.outcome import read_outcome
 from stop_mim.sweeps.plan import Job, Plan
 from stop_mim.training.config import LogConfig, TrainConfig
 from stop_mim.training.distributed import choose_device
-from stop_mim.training.loop import train
+from stop_mim.training.pretrain import train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
 TIMED_STEPS = 30

@@ -31,9 +31,9 @@ from stop_mim.sweeps.plan import Job, Plan, make_plan, out_folder, require_same_
 from stop_mim.sweeps.pool import Pool
 from stop_mim.sweeps.slots import choose_side_by_side, slot_environments
 from stop_mim.sweeps.summary import SUMMARY_JSON, Summary, show_summary, summarise, write_summary
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import choose_device
-from stop_mim.training.interruption import Interruption, catch_interruption
-from stop_mim.training.progress import ProgressDisplay
+from stop_mim.training.trainer import Interruption, catch_interruption
 
 LOCK_FILE, LOGS = ".lock", "logs"
 POLL_SECONDS = 0.2

@@ -19,11 +19,11 @@ from typing import TextIO
 import torch
 from rich.console import Console
 
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.sweeps.outcome import Outcome, write_outcome
 from stop_mim.sweeps.plan import Job
 from stop_mim.sweeps.probe import probe_run
-from stop_mim.training.loop import TrainingDiverged, TrainResult, resume, train
+from stop_mim.training.pretrain import TrainResult, resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
 EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stop_mim.errors import InputError, first_line
@@ -22,7 +21,6 @@ from stop_mim.training.step import Batches, Outcome, TrainingStep
 
 STEPS_WORTH_COMPILING, STEPS_WORTH_CAPTURING = 500, 20
 STEPS_BEFORE_CAPTURE = 3
-FIRST_WITH_FP8 = (8, 9)
 
 Step = Callable[[Batches, ScheduledValues, int], Outcome]
 Say = Callable[[str], None]
@@ -60,13 +58,8 @@ def accelerate(
 
 def require_possible(objective: Objective, speed: SpeedConfig, ranks: Ranks) -> None:
     """Refuse what `speed` asks for where the objective or the device cannot do it."""
-    half = is_half(speed.precision, ranks.device)
     if speed.graph and (ranks.device.type != "cuda" or ranks.world_size > 1):
         raise InputError("speed.graph is True: CUDA graphs need a GPU and a single process; leave it out.")
-    if speed.half_residual and not half:
-        raise InputError("speed.half_residual is True without speed.precision bf16: set that, or leave it out.")
-    if speed.fp8_target:
-        _require_fp8(objective, half, ranks.device)
 
 
 def prepare_objective(objective: Objective, speed: SpeedConfig, device: torch.device) -> None:
@@ -75,32 +68,9 @@ def prepare_objective(objective: Objective, speed: SpeedConfig, device: torch.de
     if half_on_gpu:
         use_short_attention(objective.layers())
         if isinstance(objective, IJEPA) and has_frozen_forward(objective.target):
-            objective.frozen_precision = "fp8" if speed.fp8_target else "bf16"
-    if speed.half_residual:
-        for layer in objective.layers():
-            layer.forward = partial(_call_with_half, layer.forward)
+            objective.frozen_precision = "bf16"
     if speed.recompute:
         recompute_layers(objective)
-
-
-def _call_with_half(layer: Callable[..., Tensor], tokens: Tensor, **options: Any) -> Tensor:
-    # Outside autocast, where health is looked at, the layers take what they are given.
-    halves = torch.is_autocast_enabled(tokens.device.type)
-    return layer(tokens.bfloat16() if halves else tokens, **options)
-
-
-def _require_fp8(objective: Objective, half: bool, device: torch.device) -> None:
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
-    if not able or not half:
-        raise InputError(
-            f"speed.fp8_target is True on {device}: products in eight bits need a GPU of the Hopper or Ada generation, or "
-            "newer, and speed.precision bf16; leave it out."
-        )
-    if not (isinstance(objective, IJEPA) and objective.has_plain_targets and has_frozen_forward(objective.target)):
-        raise InputError(
-            "speed.fp8_target is True: it is made for the objective ijepa with objective.target_layers 1 and "
-            "objective.target_resolution full; leave it out."
-        )
 
 
 def recompute_layers(objective: Objective) -> None:

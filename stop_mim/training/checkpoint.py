@@ -1,5 +1,6 @@
-"""Checkpoints that are whole or not there, and are known to be good when they are read."""
+"""Checkpoint files: written atomically, verified by a checksum when they are read."""
 
+import errno
 import hashlib
 import json
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ FILE_FORMAT = "stop-mim checkpoint 1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that a run needs to go on: tensors by name, and a few plain values."""
+    """Everything needed to continue a training: tensors by name, and plain values."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -27,15 +28,19 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write it in one step, with a checksum of all that it holds."""
+    """Write a checkpoint atomically, with a checksum of its contents."""
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in checkpoint.tensors.items()}
     metadata = {"format": FILE_FORMAT, "step": str(checkpoint.step), "state": json.dumps(checkpoint.state)}
     metadata["checksum"] = _checksum(tensors, metadata)
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
+    try:
+        write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
+    except SafetensorError as error:
+        # safetensors has its own error for a full disk.
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify it; whatever is wrong with the file is an InputError."""
+    """Read and verify a checkpoint; raise InputError if the file is not a good one."""
     remedy = "resume from an older one with --checkpoint FILE, or start a new run"
     try:
         with safe_open(path, framework="pt") as file:
@@ -44,14 +49,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (SafetensorError, OSError) as error:
         raise InputError(f"The checkpoint {path} cannot be read ({error}): {remedy}.") from error
     if metadata.get("format") != FILE_FORMAT:
-        raise InputError(f"{path} is no checkpoint of stop-mim: {remedy}.")
+        raise InputError(f"{path} is not a checkpoint of stop-mim: {remedy}.")
     if metadata.pop("checksum", None) != _checksum(tensors, metadata):
-        raise InputError(f"The checkpoint {path} is damaged, its checksum does not fit its contents: {remedy}.")
+        raise InputError(f"The checkpoint {path} is damaged (wrong checksum): {remedy}.")
     return Checkpoint(int(metadata["step"]), tensors, json.loads(metadata["state"]))
 
 
 def collect_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The model's tensors and the optimiser's, the latter by the names of their parameters."""
+    """Return the tensors of model and optimiser, the latter under the names of their parameters."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for parameter, values in optimiser.state.items():
@@ -61,7 +66,7 @@ def collect_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[
 
 
 def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
-    """Put the tensors back; names or shapes that do not fit are an InputError."""
+    """Load the tensors into model and optimiser; raise InputError if a name or shape does not match."""
     ours = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
     try:
         model.load_state_dict(ours, strict=True)
@@ -82,18 +87,18 @@ def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.o
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """The file of the checkpoint after so many steps."""
+    """Return the file of the checkpoint after so many steps."""
     return folder / f"step-{step:08d}.safetensors"
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a folder by step, oldest first."""
+    """Return the checkpoints of a directory by step, oldest first."""
     files = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.safetensors")}
     return dict(sorted((int(step), path) for step, path in files.items() if step.isdecimal()))
 
 
 def prune_checkpoints(folder: Path, keep: int, milestone_every_steps: int | None = None) -> None:
-    """Remove all but the newest few and the milestones."""
+    """Delete all but the newest `keep` checkpoints and the milestones."""
     steps = checkpoints_in(folder)
     for step in list(steps)[:-keep]:
         if milestone_every_steps is None or step % milestone_every_steps:

@@ -1,7 +1,6 @@
-"""What a run is, as frozen data: every field has a docstring, which the command line shows as its help.
+"""The configuration of a pretraining run; the command line shows the docstring of a field as its help.
 
-Groups that change results come first; `speed`, `log`, `probe` and `checkpoint` only change how fast and how visible
-it is.
+The groups `speed`, `log`, `probe` and `checkpoint` do not change what is learned.
 """
 
 import dataclasses
@@ -9,8 +8,17 @@ import json
 import math
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from stop_mim.constraints import (
+    ABOVE_ZERO,
+    AT_LEAST_ZERO,
+    FRACTION,
+    FRACTION_BELOW_ONE,
+    Checked,
+    Each,
+    Number,
+)
 from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.loader import Decode, LoaderMode
 from stop_mim.errors import InputError
@@ -155,164 +163,131 @@ class MaskConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """AdamW, its schedules, and the average over time that is the target encoder."""
+class OptimConfig(Checked, group="optim"):
+    """AdamW, its schedules, and the momentum of the target encoder."""
 
-    epochs: int = 300
+    epochs: Annotated[int, ABOVE_ZERO] = 300
     """Passes over the data."""
-    batch_size: int = 2048
-    """Images an update, over all devices and accumulated batches."""
-    lr: float = 8e-4
-    """Learning rate at its peak."""
-    start_lr: float = 2e-4
+    batch_size: Annotated[int, ABOVE_ZERO] = 2048
+    """Images per update, over all devices and accumulated batches."""
+    lr: Annotated[float, ABOVE_ZERO] = 8e-4
+    """Peak learning rate."""
+    start_lr: Annotated[float, AT_LEAST_ZERO] = 2e-4
     """Learning rate at the first step."""
-    final_lr: float = 1e-4
+    final_lr: Annotated[float, AT_LEAST_ZERO] = 1e-4
     """Learning rate at the last step."""
-    warmup_epochs: float = 15
-    """Epochs from the start to the peak of the learning rate."""
-    weight_decay: float = 0.04
+    warmup_epochs: Annotated[float, AT_LEAST_ZERO] = 15
+    """Epochs from the first step to the peak learning rate."""
+    weight_decay: Annotated[float, AT_LEAST_ZERO] = 0.04
     """Weight decay at the first step; biases, norms and other 1-d parameters have none."""
-    final_weight_decay: float = 0.4
+    final_weight_decay: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Weight decay at the last step."""
-    hold_after_epoch: float | None = None
-    """Epoch after which learning rate and weight decay no longer change."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's two averaging factors."""
-    clip_gradient_norm: float | None = None
+    hold_after_epoch: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Epoch after which learning rate and weight decay stay constant."""
+    betas: Annotated[tuple[float, float], Each(FRACTION_BELOW_ONE)] = (0.9, 0.999)
+    """AdamW's betas."""
+    clip_gradient_norm: Annotated[float | None, ABOVE_ZERO] = None
     """Largest norm of the gradient; not given: no limit."""
-    ema_start: float = 0.996
+    ema_start: Annotated[float, FRACTION] = 0.996
     """Momentum of the target encoder at the first step."""
-    ema_final: float = 1.0
+    ema_final: Annotated[float, FRACTION] = 1.0
     """Momentum of the target encoder at the last step."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "lr"):
-            require(self, "optim", name, 0 < getattr(self, name) < math.inf, "give a number above zero")
-        for name in ("start_lr", "final_lr", "warmup_epochs", "weight_decay", "final_weight_decay"):
-            require(self, "optim", name, 0 <= getattr(self, name) < math.inf, "give zero or a positive number")
-        for name in ("ema_start", "ema_final"):
-            require(self, "optim", name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
-        require(self, "optim", "betas", all(0 <= beta < 1 for beta in self.betas), "give numbers from 0 to below 1")
-        hold = self.hold_after_epoch
-        require(self, "optim", "hold_after_epoch", hold is None or hold >= 0, "give zero or a positive number")
-        clip = self.clip_gradient_norm
-        require(self, "optim", "clip_gradient_norm", clip is None or clip > 0, "give a number above zero")
-        require(self, "optim", "warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above optim.epochs")
+        super().__post_init__()
+        self.require("warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above optim.epochs")
 
 
 @dataclass(frozen=True)
-class SpeedConfig:
-    """Where and how fast it runs: nothing here changes what is learned, but for rounding and random draws."""
+class SpeedConfig(Checked, group="speed"):
+    """Device and speed; nothing here changes what is learned, except for rounding and random draws."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:1 …; auto: the GPU if there is one."""
+    """cpu, cuda or cuda:NUMBER; auto: the GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast or full precision; auto: bf16 on a GPU, fp32 on the CPU."""
-    batch_size_per_device: int | None = None
-    """Images at a time on one device; gradients are accumulated up to optim.batch_size; not given: all at once."""
+    batch_size_per_device: Annotated[int | None, ABOVE_ZERO] = None
+    """Images per batch on one device; gradients are accumulated up to optim.batch_size; not given: all at once."""
     loader: LoaderMode = "auto"
-    """resident: images decoded once into the device's memory; streaming: by workers; auto: resident where nothing is lost."""
-    workers: int | None = None
-    """Processes that decode streamed images; not given: one a core, at most eight."""
+    """resident: decoded once into the device's memory; streaming: decoded by workers; auto: resident where it is exact."""
+    workers: Annotated[int | None, AT_LEAST_ZERO] = None
+    """Worker processes that decode streamed images; not given: one per core, at most eight."""
     decode: Decode = "auto"
-    """Where streamed JPEGs are decoded: cpu or gpu; auto: on the GPU if it can and workers are few."""
+    """Where streamed JPEGs are decoded: cpu or gpu; auto: on the GPU if it can and there are few workers."""
     compile: bool | None = None
     """Compile the objective with torch.compile; not given: on a GPU, for runs of at least 500 steps."""
     graph: bool | None = None
-    """Capture the whole step as one CUDA graph; not given: on one GPU, for runs of at least 20 steps."""
-    fp8_target: bool = False
-    """Let the target encoder multiply in eight bits (ijepa; GPUs from Hopper or Ada on): faster, a little coarser."""
-    half_residual: bool = False
-    """Keep tokens in bf16 between the layers too, not within them alone (bf16 only): less memory and time, a little coarser."""
+    """Capture the step as one CUDA graph; not given: on a single GPU, for runs of at least 20 steps."""
     recompute: bool = False
-    """Keep no activations within the layers and compute them again for the gradient: less memory, about a third slower."""
-
-    def __post_init__(self) -> None:
-        require_choices(self, "speed")
-        size, workers = self.batch_size_per_device, self.workers
-        require(self, "speed", "batch_size_per_device", size is None or size > 0, "give a number above zero")
-        require(self, "speed", "workers", workers is None or workers >= 0, "give zero or a positive number")
+    """Recompute activations of the layers in the backward pass: less memory, about a third slower."""
 
 
 @dataclass(frozen=True)
-class LogConfig:
-    """What is written down while it trains."""
+class LogConfig(Checked, group="log"):
+    """What is recorded during training."""
 
-    every_steps: int = 10
+    every_steps: Annotated[int, ABOVE_ZERO] = 10
     """Steps between two lines of metrics.jsonl."""
-    health_every_steps: int = 100
-    """Steps between two looks at the health signs."""
+    health_every_steps: Annotated[int, ABOVE_ZERO] = 100
+    """Steps between two measurements of the health signs."""
     tensorboard: bool = True
     """Write TensorBoard events too."""
 
-    def __post_init__(self) -> None:
-        for name in ("every_steps", "health_every_steps"):
-            require(self, "log", name, getattr(self, name) > 0, "give a number above zero")
-
 
 @dataclass(frozen=True)
-class ProbeConfig:
-    """Labelled images that tell, while it trains, what the features are good for; the encoder learns nothing from them.
+class ProbeConfig(Checked, group="probe"):
+    """A linear probe and kNN on labelled images during training; the encoder learns nothing from them.
 
-    They are kept in memory, resized to little more than the training size: of more than 4 GiB a part that the seed chooses.
+    The images are kept in memory, resized to little more than the training size; of more than 4 GiB, a part chosen by the seed.
     """
 
     data: str | None = None
-    """Labelled data set by name: its train split teaches the probe, its test split is scored; not given: no probe."""
+    """Labelled dataset: its train split trains the probe, its test split is scored; not given: no probe."""
     label: str = "auto"
-    """Which of its labels, if they are whole numbers: class, count …; auto: class if there is one, else the first."""
-    batch_size: int = 256
-    """Labelled images at a time."""
-    every_steps: int = 4
+    """Which label, of those that are integers: class, count …; auto: class if there is one, else the first."""
+    batch_size: Annotated[int, Number("give a number above one", above=1)] = 256
+    """Labelled images per batch."""
+    every_steps: Annotated[int, ABOVE_ZERO] = 4
     """Steps between two batches of labelled images."""
-    score_every_steps: int = 500
+    score_every_steps: Annotated[int, ABOVE_ZERO] = 500
     """Steps between two scores; the last step is always scored."""
-    lr: float = 1e-3
-    """Learning rate of the linear probe (AdamW), which stays as it is."""
-    neighbours: int = 20
-    """Nearest neighbours that vote for a class."""
-    memory: int = 4096
-    """Newest labelled images among which neighbours are looked for."""
-    test_images: int = 2000
-    """Images of the test split that are scored, at most."""
+    lr: Annotated[float, ABOVE_ZERO] = 1e-3
+    """Learning rate of the linear probe (AdamW, constant)."""
+    neighbours: Annotated[int, ABOVE_ZERO] = 20
+    """Neighbours of kNN."""
+    memory: Annotated[int, ABOVE_ZERO] = 4096
+    """Newest labelled images among which kNN searches."""
+    test_images: Annotated[int, ABOVE_ZERO] = 2000
+    """Largest number of test images that are scored."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "score_every_steps", "neighbours", "memory", "test_images"):
-            require(self, "probe", name, getattr(self, name) > 0, "give a number above zero")
-        require(self, "probe", "batch_size", self.batch_size > 1, "give a number above one")
-        require(self, "probe", "lr", 0 < self.lr < math.inf, "give a number above zero")
-        require(self, "probe", "neighbours", self.neighbours <= self.memory, "it must not be above probe.memory")
+        super().__post_init__()
+        self.require("neighbours", self.neighbours <= self.memory, "it must not be above probe.memory")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    """When the run is saved, and what is kept."""
+class CheckpointConfig(Checked, group="checkpoint"):
+    """When checkpoints are saved, and which are kept."""
 
-    every_steps: int = 1000
+    every_steps: Annotated[int, ABOVE_ZERO] = 1000
     """Steps between two checkpoints."""
-    keep: int = 2
-    """Newest checkpoints that are kept."""
-    milestone_every_epochs: int | None = None
-    """Every so many epochs the checkpoint is kept for good."""
-
-    def __post_init__(self) -> None:
-        for name in ("every_steps", "keep"):
-            require(self, "checkpoint", name, getattr(self, name) > 0, "give a number above zero")
-        every = self.milestone_every_epochs
-        require(self, "checkpoint", "milestone_every_epochs", every is None or every > 0, "give a number above zero")
+    keep: Annotated[int, ABOVE_ZERO] = 2
+    """Number of newest checkpoints that are kept."""
+    milestone_every_epochs: Annotated[int | None, ABOVE_ZERO] = None
+    """Epochs between two checkpoints that are never deleted."""
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """A pretraining run."""
 
     data: str = "scenes"
     """Images: scenes, a folder, a parquet file or glob, torchvision:NAME, hf:OWNER/NAME or wds:SHARDS."""
     out: str | None = None
-    """Folder of the run; not given: runs/RECIPE-DATE-TIME."""
+    """Run directory; not given: runs/RECIPE-DATE-TIME."""
     seed: int = 0
     """Seed of weights, data order, crops, masks and noise."""
-    stop_after_steps: int | None = None
+    stop_after_steps: Annotated[int | None, Number("give a number above 0, or leave it out", above=0)] = None
     """Stop (and save) after so many steps; the schedules stay those of the whole run."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
@@ -326,19 +301,14 @@ class TrainConfig:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def __post_init__(self) -> None:
-        stop = self.stop_after_steps
-        if stop is not None and stop < 1:
-            raise InputError(f"stop_after_steps is {stop}: give a number above zero, or leave it out.")
-
 
 def to_json(config: TrainConfig) -> str:
-    """The configuration as readable JSON."""
+    """Return the configuration as readable JSON."""
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
 def from_json(text: str) -> TrainConfig:
-    """The configuration that `to_json` wrote; an unknown field is an error, a missing one gets its default."""
+    """Read the configuration that `to_json` wrote; an unknown field is an error, a missing one gets its default."""
     return _from_plain(TrainConfig, json.loads(text), "")
 
 

@@ -1,4 +1,4 @@
-"""Several processes under torchrun: who this one is, and how a model is shared. The place for sharded models is `share`."""
+"""Several processes under torchrun: ranks, the process group, and how a model is shared between them."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from stop_mim.errors import InputError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all."""
+    """This process among all processes of a run."""
 
     rank: int
     world_size: int
@@ -25,15 +25,15 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
 
 @contextmanager
 def process_group(device_name: str = "auto") -> Iterator[Ranks]:
-    """Join the other processes, if torchrun started some, for the time of the context; a group that exists is used.
+    """Join the process group if torchrun started several processes; an existing group is used as it is.
 
-    Several runs in one process need such a group around them: torch cannot join the same processes a second time.
+    Several runs in one process need one such context around them: torch cannot join the same group twice.
     """
     joined, local_rank = dist.is_initialized(), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
@@ -53,7 +53,7 @@ def process_group(device_name: str = "auto") -> Iterator[Ranks]:
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of that name; auto and cuda are the GPU of this process."""
+    """Return the device of that name; "auto" and "cuda" are the GPU of this process."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -61,7 +61,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     except RuntimeError as error:
         raise InputError(f"speed.device is '{name}': choose auto, cpu, cuda or cuda:NUMBER.") from error
     if device.type == "cuda":
-        # From the name: torch keeps indices in eight bits, and takes cuda:256 for cuda:0.
+        # Parsed from the name: torch stores indices in eight bits and reads cuda:256 as cuda:0.
         index = int(name.partition(":")[2] or local_rank)
         if index >= torch.cuda.device_count():
             raise InputError(
@@ -74,14 +74,14 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def share(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """The model as all processes train it: gradients are averaged over them."""
+    """Wrap the model so that gradients are averaged over all processes. Sharded training would go here."""
     if ranks.world_size == 1:
         return model
     return DistributedDataParallel(model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
 
 
 def reduce_mean(value: Tensor, ranks: Ranks) -> Tensor:
-    """The mean over all processes."""
+    """Return the mean over all processes."""
     if ranks.world_size > 1:
         dist.all_reduce(value)
         value = value / ranks.world_size
@@ -89,7 +89,7 @@ def reduce_mean(value: Tensor, ranks: Ranks) -> Tensor:
 
 
 def any_rank(flag: bool, ranks: Ranks) -> bool:
-    """Whether the flag is set in any process."""
+    """Return whether the flag is set in any process."""
     if ranks.world_size == 1:
         return flag
     value = torch.tensor(float(flag), device=ranks.device)
@@ -98,7 +98,7 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
 
 
 def broadcast(value: Any, ranks: Ranks) -> Any:
-    """The main process's value, in all processes."""
+    """Return the value of the main process."""
     if ranks.world_size == 1:
         return value
     box = [value]
@@ -107,6 +107,6 @@ def broadcast(value: Any, ranks: Ranks) -> Any:
 
 
 def wait_for_all(ranks: Ranks) -> None:
-    """Until every process is here."""
+    """Wait until every process is here."""
     if ranks.world_size > 1:
         dist.barrier()

@@ -18,11 +18,11 @@ from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.build import build_augment, build_masks
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.feasibility import check_model, split_batch
 from stop_mim.training.prefetch import prefetched
-from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.step import Batches
 
 MAX_DEFAULT_WORKERS = 8

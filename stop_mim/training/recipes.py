@@ -1,10 +1,13 @@
-"""Named runs: functions that return a configuration. A variant is `dataclasses.replace`, or a flag on the command line."""
+"""Recipes: named functions that return a configuration.
+
+A variant is `dataclasses.replace`, or an option on the command line. A plugin adds its own with `RECIPES.register(name)`.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from stop_mim.data.augment import AugmentConfig
-from stop_mim.errors import InputError
+from stop_mim.registry import Registry
 from stop_mim.training.config import (
     CheckpointConfig,
     EncoderConfig,
@@ -18,7 +21,7 @@ from stop_mim.training.config import (
 )
 
 Recipe = Callable[[], TrainConfig]
-RECIPES: dict[str, Recipe] = {}
+RECIPES: Registry[Recipe] = Registry("recipe")
 
 SINCOS = PositionsConfig(kind="sincos")
 STOP = PositionsConfig()
@@ -26,29 +29,26 @@ RELEASE_AUGMENT = AugmentConfig(flip_probability=0.5, blur_probability=0.5, grey
 
 
 def recipe(function: Recipe) -> Recipe:
-    """Make a function known by its name, with hyphens."""
-    RECIPES[function.__name__.replace("_", "-")] = function
-    return function
+    """Register a function under its name, with hyphens."""
+    return RECIPES.register(function.__name__.replace("_", "-"))(function)
 
 
 def find_recipe(name: str) -> TrainConfig:
-    """The configuration of a named recipe."""
-    if name not in RECIPES:
-        raise InputError(f"There is no recipe '{name}': choose one of {', '.join(RECIPES)}.")
-    return RECIPES[name]()
+    """Return the configuration of a recipe."""
+    return RECIPES.find(name)()
 
 
 def summary(name: str) -> str:
-    """One line on a recipe."""
+    """Return the first line of a recipe's docstring."""
     return (RECIPES[name].__doc__ or "").strip().splitlines()[0]
 
 
 @recipe
 def demo() -> TrainConfig:
-    """A very small StoP model on the embedded scenes: what `stop-mim demo` trains, two minutes on two cores.
+    """A very small StoP model on the built-in scenes, as trained by `stop-mim demo`: two minutes on two CPU cores.
 
     stop-mim demo
-    With 1,000 labels, linear probes reach 24.3 in counting and 33.0 in distance (untrained 16.4, 22.2; seed 0, 2026-11-15).
+    Linear probe with 1,000 labels: counting 24.3, distance 33.0 (untrained encoder 16.4 and 22.2; seed 0, 2026-11-15).
     """
     return TrainConfig(
         data="scenes:count=3000,size=64",
@@ -73,10 +73,10 @@ def demo() -> TrainConfig:
 
 @recipe
 def stop_tiny_imagenet() -> TrainConfig:
-    """StoP, ViT-S/8 on 64x64 images, predictor 6x192: sized for Tiny ImageNet and one GPU.
+    """StoP, ViT-S/8 at 64x64, predictor 6x192, for Tiny ImageNet on one GPU.
 
     stop-mim pretrain stop-tiny-imagenet --data tiny-imagenet/train.parquet
-    100 classes, 20 epochs on an H200, 5,500 images/s: linear probe 26.2 (untrained 15.7; one seed, 2026-11-15).
+    100 classes, 20 epochs on one H200, 5,500 images/s: linear probe 26.2 (untrained 15.7; one seed, 2026-11-15).
     """
     return TrainConfig(
         data="",
@@ -98,7 +98,7 @@ def stop_tiny_imagenet() -> TrainConfig:
 
 @recipe
 def ijepa_tiny_imagenet() -> TrainConfig:
-    """The I-JEPA twin of stop-tiny-imagenet: the same run with fixed sine-cosine positions.
+    """I-JEPA counterpart of stop-tiny-imagenet: fixed sine-cosine positions.
 
     stop-mim pretrain ijepa-tiny-imagenet --data tiny-imagenet/train.parquet
     """
@@ -117,10 +117,10 @@ def _imagenet(encoder: EncoderConfig, predictor_depth: int, optim: OptimConfig) 
 
 @recipe
 def stop_vitb16() -> TrainConfig:
-    """The paper's StoP, ViT-B/16 on ImageNet-1k: 600 epochs, predictor 6x384 (its ablations: --optim.epochs 300).
+    """The paper's StoP, ViT-B/16 on ImageNet-1k: 600 epochs (300 in its ablations), predictor 6x384.
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitb16 --data imagenet --speed.batch-size-per-device 256
-    The paper's model reached 72.6 in linear probing (last layer); this recipe has not been run to its end here.
+    The paper's model reached 72.6 in linear probing (last layer); this recipe has not been run in full.
     """
     return _imagenet(EncoderConfig(size="base"), 6, OptimConfig(epochs=600))
 
@@ -130,7 +130,7 @@ def stop_vitl16() -> TrainConfig:
     """The paper's StoP, ViT-L/16 on ImageNet-1k: 600 epochs, predictor 12x384.
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitl16 --data imagenet --speed.batch-size-per-device 128
-    The paper's model reached 77.1 in linear probing (last layer); this recipe has not been run to its end here.
+    The paper's model reached 77.1 in linear probing (last layer); this recipe has not been run in full.
     """
     return _imagenet(EncoderConfig(size="large"), 12, OptimConfig(epochs=600))
 
@@ -140,7 +140,7 @@ def stop_vith14() -> TrainConfig:
     """The paper's StoP, ViT-H/14 on ImageNet-1k: 300 epochs, schedules held after epoch 250, predictor 12x384.
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vith14 --data imagenet --speed.batch-size-per-device 64
-    The paper's model reached 79.0 in linear probing (last layer); this recipe has not been run to its end here.
+    The paper's model reached 79.0 in linear probing (last layer); this recipe has not been run in full.
     """
     optim = OptimConfig(epochs=300, lr=1e-3, final_lr=1e-6, warmup_epochs=40, hold_after_epoch=250)
     return _imagenet(EncoderConfig(size="huge", patch_size=14), 12, optim)
@@ -148,19 +148,19 @@ def stop_vith14() -> TrainConfig:
 
 @recipe
 def ijepa_vitb16() -> TrainConfig:
-    """The I-JEPA twin of stop-vitb16: fixed sine-cosine positions and a learned mask token."""
+    """I-JEPA counterpart of stop-vitb16: fixed sine-cosine positions and a learned mask token."""
     return replace(stop_vitb16(), positions=SINCOS)
 
 
 @recipe
 def ijepa_vitl16() -> TrainConfig:
-    """The I-JEPA twin of stop-vitl16: fixed sine-cosine positions and a learned mask token."""
+    """I-JEPA counterpart of stop-vitl16: fixed sine-cosine positions and a learned mask token."""
     return replace(stop_vitl16(), positions=SINCOS)
 
 
 @recipe
 def ijepa_vith14() -> TrainConfig:
-    """The I-JEPA twin of stop-vith14: fixed sine-cosine positions and a learned mask token."""
+    """I-JEPA counterpart of stop-vith14: fixed sine-cosine positions and a learned mask token."""
     return replace(stop_vith14(), positions=SINCOS)
 
 
@@ -212,7 +212,7 @@ MAE_OPTIM = OptimConfig(
 
 
 def _mae(encoder: EncoderConfig) -> TrainConfig:
-    """The published numbers; the learning rate is 1.5e-4 for every 256 images of a batch."""
+    """Return the published configuration; the learning rate is 1.5e-4 per 256 images of a batch."""
     return TrainConfig(
         data="",
         objective=ObjectiveConfig(kind="mae"),
@@ -231,7 +231,7 @@ def mae_vitb16() -> TrainConfig:
     """MAE, ViT-B/16 on ImageNet-1k: 1600 epochs, decoder 8x512, 75% of the patches masked (shorter: --optim.epochs 800).
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain mae-vitb16 --data imagenet --speed.batch-size-per-device 512
-    The published model has a class token, which ours has not. This recipe has not been run to its end here.
+    Unlike the published model, the encoder has no class token. This recipe has not been run in full.
     """
     return _mae(EncoderConfig(size="base"))
 
@@ -241,7 +241,7 @@ def mae_vitl16() -> TrainConfig:
     """MAE, ViT-L/16 on ImageNet-1k: 1600 epochs, decoder 8x512, 75% of the patches masked (shorter: --optim.epochs 800).
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain mae-vitl16 --data imagenet --speed.batch-size-per-device 256
-    The published model has a class token, which ours has not. This recipe has not been run to its end here.
+    Unlike the published model, the encoder has no class token. This recipe has not been run in full.
     """
     return _mae(EncoderConfig(size="large"))
 
@@ -251,26 +251,26 @@ def mae_vith14() -> TrainConfig:
     """MAE, ViT-H/14 on ImageNet-1k: 1600 epochs, decoder 8x512, 75% of the patches masked (shorter: --optim.epochs 800).
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain mae-vith14 --data imagenet --speed.batch-size-per-device 128
-    The published model has a class token, which ours has not. This recipe has not been run to its end here.
+    Unlike the published model, the encoder has no class token. This recipe has not been run in full.
     """
     return _mae(EncoderConfig(size="huge", patch_size=14))
 
 
 @recipe
 def stop_mae_vitb16() -> TrainConfig:
-    """The StoP twin of mae-vitb16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
+    """StoP counterpart of mae-vitb16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
     return replace(mae_vitb16(), positions=STOP)
 
 
 @recipe
 def stop_mae_vitl16() -> TrainConfig:
-    """The StoP twin of mae-vitl16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
+    """StoP counterpart of mae-vitl16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
     return replace(mae_vitl16(), positions=STOP)
 
 
 @recipe
 def stop_mae_vith14() -> TrainConfig:
-    """The StoP twin of mae-vith14: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
+    """StoP counterpart of mae-vith14: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
     return replace(mae_vith14(), positions=STOP)
 
 
@@ -292,7 +292,7 @@ def mae_tiny_imagenet() -> TrainConfig:
 
 @recipe
 def stop_mae_tiny_imagenet() -> TrainConfig:
-    """The StoP twin of mae-tiny-imagenet: stochastic positions of the decoder's masked tokens.
+    """StoP counterpart of mae-tiny-imagenet: stochastic positions of the decoder's masked tokens.
 
     stop-mim pretrain stop-mae-tiny-imagenet --data tiny-imagenet/train.parquet
     """
@@ -304,8 +304,8 @@ def data2vec_vitb16() -> TrainConfig:
     """data2vec, ViT-B/16 on ImageNet-1k: 800 epochs, targets from the top 6 layers, 120 of 196 patches masked in blocks.
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain data2vec-vitb16 --data imagenet --speed.batch-size-per-device 128
-    The published model has relative positions, layer scale and a class token, which ours has not. This recipe has not been
-    run to its end here.
+    Unlike the published model, the encoder has no relative positions, layer scale or class token. This recipe has not
+    been run in full.
     """
     return TrainConfig(
         data="",
@@ -332,7 +332,7 @@ def data2vec_vitb16() -> TrainConfig:
 
 @recipe
 def stop_data2vec_vitb16() -> TrainConfig:
-    """The StoP twin of data2vec-vitb16: stochastic positions of masked patches, with the patch embedding as A."""
+    """StoP counterpart of data2vec-vitb16: stochastic positions of masked patches, with the patch embedding as A."""
     return replace(data2vec_vitb16(), positions=STOP)
 
 
@@ -341,7 +341,7 @@ def data2vec_tiny_imagenet() -> TrainConfig:
     """data2vec, ViT-S/8 on 64x64 images, targets from the top 6 layers: the data and length of stop-tiny-imagenet.
 
     stop-mim pretrain data2vec-tiny-imagenet --data tiny-imagenet/train.parquet
-    The teacher follows faster than the published one, which has many times as many steps.
+    The teacher's momentum is lower than published, because the run has far fewer steps.
     """
     config = stop_tiny_imagenet()
     optim = replace(
@@ -359,7 +359,7 @@ def data2vec_tiny_imagenet() -> TrainConfig:
 
 @recipe
 def stop_data2vec_tiny_imagenet() -> TrainConfig:
-    """The StoP twin of data2vec-tiny-imagenet: stochastic positions of masked patches, with the patch embedding as A.
+    """StoP counterpart of data2vec-tiny-imagenet: stochastic positions of masked patches, with the patch embedding as A.
 
     stop-mim pretrain stop-data2vec-tiny-imagenet --data tiny-imagenet/train.parquet
     """

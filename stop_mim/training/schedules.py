@@ -1,4 +1,4 @@
-"""Pure functions of the step: learning rate, weight decay, momentum of the target, sigma."""
+"""Schedules as pure functions of the step: learning rate, weight decay, target momentum, sigma."""
 
 import math
 from collections.abc import Callable
@@ -8,17 +8,17 @@ from stop_mim.training.config import OptimConfig, PositionsConfig
 
 
 def linear(progress: float, start: float, final: float) -> float:
-    """From start to final on a line, for progress from 0 to 1."""
+    """Interpolate linearly from start to final, for progress from 0 to 1."""
     return start + (final - start) * min(max(progress, 0.0), 1.0)
 
 
 def cosine(progress: float, start: float, final: float) -> float:
-    """From start to final along half a cosine, for progress from 0 to 1."""
+    """Interpolate from start to final along half a cosine, for progress from 0 to 1."""
     return final + (start - final) * 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
 
 def warmup_cosine(step: float, warmup: float, total: float, start: float, peak: float, final: float) -> float:
-    """On a line from start to peak, then along half a cosine to final."""
+    """Rise linearly from start to peak, then fall along half a cosine to final."""
     if step < warmup:
         return linear(step / warmup, start, peak)
     return cosine((step - warmup) / max(total - warmup, 1), peak, final)
@@ -26,7 +26,7 @@ def warmup_cosine(step: float, warmup: float, total: float, start: float, peak: 
 
 @dataclass(frozen=True)
 class ScheduledValues:
-    """What changes from step to step."""
+    """The values that a step is scheduled with."""
 
     lr: float
     weight_decay: float
@@ -34,7 +34,7 @@ class ScheduledValues:
 
 
 def values_at(step: int, steps_per_epoch: int, optim: OptimConfig) -> ScheduledValues:
-    """The scheduled values of a step, the first of which is 0."""
+    """Return the scheduled values of a step; the first step is 0."""
     total = optim.epochs * steps_per_epoch
     # The last step, total - 1, is the end of every schedule.
     last = max(total - 1, 1)
@@ -48,7 +48,7 @@ def values_at(step: int, steps_per_epoch: int, optim: OptimConfig) -> ScheduledV
 
 
 def sigma_schedule(positions: PositionsConfig, total_steps: int) -> float | Callable[[int], float]:
-    """Sigma as a number, or as a function of the step if it moves."""
+    """Return sigma as a number, or as a function of the step if it moves."""
     if positions.sigma_start is None or positions.sigma_start == positions.sigma:
         return positions.sigma
     start, curve = positions.sigma_start, {"linear": linear, "cosine": cosine}[positions.sigma_schedule]

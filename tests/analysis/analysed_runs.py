@@ -19,7 +19,7 @@ from stop_mim.training.config import (
     from_json,
     to_json,
 )
-from stop_mim.training.loop import train
+from stop_mim.training.pretrain import train
 
 SIZE, GRID, PATCH_SIZE = (32, 48), (4, 6), 8
 

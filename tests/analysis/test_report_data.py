@@ -6,7 +6,7 @@ from parsed_page import levels
 
 from stop_mim.analysis.report_data import position_maps, read_runs, rounded, spread_out, thinned
 from stop_mim.positions import SinCosPositions, StochasticPositions
-from stop_mim.training.loop import MAX_NOT_FINITE_IN_A_ROW
+from stop_mim.training.trainer import MAX_NOT_FINITE_IN_A_ROW
 
 N_PATCHES = GRID[0] * GRID[1]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from stop_mim.benchmark import ceiling
+from stop_mim.benchmark import timing
 from stop_mim.benchmark.config import BenchConfig
 from stop_mim.training.config import (
     EncoderConfig,
@@ -21,7 +21,7 @@ MASKS = {"ijepa": "multiblock", "mae": "random", "data2vec": "blockwise"}
 
 @pytest.fixture(autouse=True)
 def _small_ceiling(monkeypatch):
-    monkeypatch.setattr(ceiling, "SIDE_ON_CPU", 64)
+    monkeypatch.setattr(timing, "SIDE_ON_CPU", 64)
 
 
 @pytest.fixture
@@ -45,5 +45,5 @@ def tiny():
 
 @pytest.fixture
 def short():
-    """As few measurements as there can be."""
+    """As few measurements as possible."""
     return BenchConfig(images="synthetic", repeats=2, steps=2, warmup=1)

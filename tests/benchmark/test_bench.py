@@ -1,4 +1,4 @@
-"""All that a benchmark measures and tells, at sizes that take no time: that it is there, never how fast it is."""
+"""What a benchmark measures and reports, at sizes that take no time; never how fast it is."""
 
 import io
 import json
@@ -9,14 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from stop_mim.benchmark.bench import run_bench
-from stop_mim.benchmark.findings import read_report, write_report
-from stop_mim.benchmark.parts import part_names
-from stop_mim.benchmark.scaling import VARIANTS, measure_scaling, variants
-from stop_mim.benchmark.workload import Workload
+from stop_mim.benchmark import bench as bench_module
+from stop_mim.benchmark.bench import open_run, run_bench, steps_of, variants
+from stop_mim.benchmark.flops import TokenCounts, step_flops
 from stop_mim.errors import InputError
+from stop_mim.training import pretrain
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.loop import train
+from stop_mim.training.config import EncoderConfig, MaskConfig, PositionsConfig
 from stop_mim.training.run_folder import RunFolder
 
 COMMON = {"masks", "whole forward", "backward", "optimiser"}
@@ -27,17 +27,19 @@ PARTS = {
 }
 
 
+def opened(config, uses_data=False):
+    return open_run(config, uses_data, ProgressDisplay(shown=False), print)
+
+
 @pytest.mark.parametrize("kind", PARTS)
-def test_every_part_of_an_objective_is_measured_and_told(tiny, short, capsys, kind):
+def test_every_part_of_an_objective_is_measured_and_shown(tiny, short, capsys, kind):
     report = run_bench(tiny(kind), short, "tiny")
     shown = capsys.readouterr().out
     assert set(report.parts) == PARTS[kind]
-    assert tuple(report.parts) == part_names(tiny(kind), uses_data=False)
     assert all(
         name in shown for name in (*report.parts, "images/s", "host gaps", "does not apply", "peak memory", "ceiling")
     )
     assert all(spread.median > 0 for name, spread in report.parts.items() if name != "backward")
-    assert report.step.seconds.median > 0
     assert report.step.images_per_second.median == pytest.approx(8 / report.step.seconds.median)
     assert report.step.peak_memory > 2**20
     assert report.ceiling > 0
@@ -47,16 +49,11 @@ def test_every_part_of_an_objective_is_measured_and_told(tiny, short, capsys, ki
     assert report.tokens["grid"] == 16
 
 
-def test_the_loader_is_measured_where_data_are_given(tiny, short):
-    report = run_bench(tiny(), replace(short, images="data"), "tiny")
-    assert "data (loader)" in report.parts
-    assert "resident: 24 images" in report.images
-
-
-def test_the_loaders_processes_end_with_the_measurement(tiny, short):
+def test_the_loader_is_measured_where_data_are_given_and_its_workers_end(tiny, short):
     speed = replace(tiny().speed, loader="streaming", workers=1)
     report = run_bench(tiny(speed=speed), replace(short, images="data"), "tiny")
-    assert "decoded by 1 workers" in report.images
+    assert "data (loader)" in report.parts
+    assert "scenes:count=24,size=32" in report.images
     assert multiprocessing.active_children() == []
 
 
@@ -73,92 +70,87 @@ def test_a_captured_step_and_its_parts_on_a_gpu(tiny, short, kind):
     assert not [note for note in report.notes if "could not be captured" in note]
 
 
-def test_a_step_is_the_trainers(tiny):
-    workload = Workload(tiny(), uses_data=False)
-    learned = [parameter for parameter in workload.objective.parameters() if parameter.requires_grad]
-    before = [parameter.detach().clone() for parameter in learned]
-    target = workload.objective.target.vit.blocks[0].mlp.fc1.weight.detach().clone()
-    workload.step()
-    assert all(not torch.equal(one, another) for one, another in zip(before, learned, strict=True))
-    assert not torch.equal(target, workload.objective.target.vit.blocks[0].mlp.fc1.weight)
+def test_the_measured_step_is_the_one_that_trains(tiny, tmp_path):
+    config = tiny(stop_after_steps=3, out=str(tmp_path / "run"), positions=PositionsConfig(sigma_start=0.1))
+    pretrain.train(config, console=Console(file=io.StringIO()))
+    run = opened(config, uses_data=True)
+    with steps_of(run) as step:
+        for _ in range(3):
+            step()
+    expected = read_checkpoint(RunFolder(tmp_path / "run").newest_checkpoint()).tensors
+    assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in run.objective.state_dict().items())
 
 
-def test_steps_on_data_leave_the_weights_that_the_trainer_leaves(tiny, tmp_path):
-    config = tiny(stop_after_steps=3, out=str(tmp_path / "run"))
-    train(config, console=Console(file=io.StringIO()))
-    workload = Workload(config, uses_data=True)
-    for _ in range(3):
-        workload.step()
-    found, expected = (
-        workload.objective.state_dict(),
-        read_checkpoint(RunFolder(tmp_path / "run").newest_checkpoint()).tensors,
-    )
-    assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in found.items())
+@pytest.mark.parametrize("compat", [None, "release"])
+def test_masks_that_change_their_size_are_measured_as_they_are_trained(tiny, monkeypatch, compat):
+    def accelerated(step, speed, steps, say, warn, fixed_shapes):
+        found.append(fixed_shapes)
+        return step
+
+    found = []
+    monkeypatch.setattr(pretrain, "accelerate", accelerated)
+    encoder = EncoderConfig("tiny", image_size=(32, 32), patch_size=4, width=24, depth=2, heads=2)
+    opened(tiny(encoder=encoder, masks=MaskConfig(compat=compat)))
+    assert found == [compat is None]
 
 
-def test_what_is_written_can_be_read(tiny, short, tmp_path):
+def test_operations_are_those_of_a_transformer(tiny):
+    config, counts = tiny("mae"), TokenCounts(grid=16, context=4, blocks=1, target=12)
+
+    def layer(tokens, width):
+        return 2 * tokens * 12 * width**2 + 4 * tokens**2 * width
+
+    # The decoder's last layer leaves the MLP of the context tokens out. Pixels and noise get no gradient.
+    predictor = layer(16, 16) - 2 * 4 * 8 * 16**2 + 2 * 4 * 24 * 16 + 2 * 12 * 16 * 192
+    learned = 3 * (2 * layer(4, 24) + predictor) + 2 * (2 * 4 * 192 * 24 + 2 * 12 * 24 * 16)
+    assert step_flops(config, counts, 5) == 5 * learned
+
+
+def test_the_file_holds_everything_needed_to_repeat_it(tiny, short, tmp_path):
     file = tmp_path / "bench.json"
     report = run_bench(tiny(), replace(short, scaling=True, json=file), "tiny")
-    found = read_report(file)
-    assert found.step == report.step
-    assert found.parts == report.parts
-    assert found.scaling == report.scaling
-    assert found.notes == report.notes
-    write_report(tmp_path / "again.json", found)
-    assert json.loads((tmp_path / "again.json").read_text()) == json.loads(file.read_text())
     plain = json.loads(file.read_text())
-    assert plain["hardware"]
+    assert plain["format"] == "stop-mim bench 1"
+    assert plain["step"]["seconds"] == asdict(report.step.seconds)
+    assert len(plain["scaling"]) == len(report.scaling) == 9
     assert plain["environment"]["packages"]["torch"] == torch.__version__.partition("+")[0]
-    assert plain["environment"]["started"]
     assert plain["config"]["encoder"] == json.loads(json.dumps(asdict(tiny().encoder)))
     assert plain["derived"]["part_of_ceiling"] == pytest.approx(report.flops_per_second / report.ceiling)
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(InputError, match=r"other\.json"):
-        read_report(tmp_path / "other.json")
 
 
 def test_other_sizes_change_one_thing_each(tiny):
-    config = tiny()
-    workload = Workload(config, uses_data=False)
-    made = list(variants(config, workload.per_device, workload.counts))
-    assert len(made) == VARIANTS
+    config, counts = tiny(), TokenCounts(16, 8, 4, 3)
+    made = list(variants(config, counts, 4))
     assert made[0].config == config
-    sizes = [one.config.encoder.image_size for one in made if one.change == "image size"]
-    assert sizes == [(16, 16), (64, 64)]
+    assert [one.config.encoder.image_size for one in made if one.change == "image size"] == [(16, 16), (64, 64)]
     batches = [one.config for one in made if one.change == "batch"]
-    assert [one.speed.batch_size_per_device for one in batches] == [2, 8]
-    assert [one.optim.batch_size for one in batches] == [4, 16]
+    assert [(one.speed.batch_size_per_device, one.optim.batch_size) for one in batches] == [(2, 4), (8, 16)]
     assert [one.config.encoder.depth for one in made if one.change == "depth"] == [1, 4]
-    context = [one.config.masks.context_tokens for one in made if one.change == "context"]
-    assert context == [round(workload.counts.context * factor) for factor in (0.5, 1.25)]
-    random = tiny("mae")
-    counts = Workload(random, uses_data=False).counts
-    fewer = next(one.config for one in variants(random, 4, counts) if one.change == "context")
-    assert Workload(fewer, uses_data=False).counts.context == counts.context // 2
+    assert [one.config.masks.context_tokens for one in made if one.change == "context"] == [4, 10]
+    fewer = next(one.config for one in variants(tiny("mae"), TokenCounts(16, 4, 1, 12), 4) if one.change == "context")
+    assert opened(fewer).inputs.draw_masks(0).context.shape[1] == 2
 
 
-def test_sizes_that_do_not_work_are_left_out_and_named(tiny, short, monkeypatch):
-    config = tiny()
-    workload = Workload(config, uses_data=False)
+def test_sizes_that_do_not_work_are_skipped_and_named(tiny, short, monkeypatch):
+    real = open_run
 
-    def full(changed, uses_data):
+    def full(changed, *arguments):
         if changed.encoder.image_size == (64, 64):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         if changed.encoder.image_size == (16, 16):
             raise InputError("The masks do not fit.")
-        return Workload(config, uses_data=False)
+        return real(changed, *arguments)
 
-    monkeypatch.setattr("stop_mim.benchmark.scaling.Workload", full)
-    found = measure_scaling(config, short, workload.per_device, workload.counts)
-    left_out = {one.value: one.skipped for one in found if one.step is None}
-    assert left_out == {"64x64 pixels": "it does not fit into memory.", "16x16 pixels": "The masks do not fit."}
-    assert sum(one.step is not None for one in found) == VARIANTS - 2
+    monkeypatch.setattr(bench_module, "open_run", full)
+    found = run_bench(tiny(), replace(short, scaling=True)).scaling
+    skipped = {one.value: one.skipped for one in found if one.step is None}
+    assert skipped == {"64x64 pixels": "it does not fit into memory.", "16x16 pixels": "The masks do not fit."}
 
 
-def test_a_batch_that_does_not_fit_is_told_with_the_remedy(tiny, short, monkeypatch):
+def test_a_batch_that_does_not_fit_is_named_with_the_remedy(tiny, short, monkeypatch):
     def full(*arguments):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("stop_mim.benchmark.bench.Workload", full)
-    with pytest.raises(InputError, match=r"4 images at a time do not fit .*--speed\.batch-size-per-device"):
+    monkeypatch.setattr(bench_module, "open_run", full)
+    with pytest.raises(InputError, match=r"4 images .*--speed\.batch-size-per-device"):
         run_bench(tiny(), short)

@@ -8,6 +8,8 @@ import torch
 
 from stop_mim.benchmark.bench import run_bench
 from stop_mim.benchmark.comparison import FOLDER, Contender, load_contenders
+from stop_mim.benchmark.report import ComparedStep, print_report
+from stop_mim.benchmark.timing import Spread, StepMeasurement
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 
@@ -19,44 +21,36 @@ def _clone():
 
 
 @pytest.mark.usefixtures("_clone")
-def test_the_clone_offers_the_plain_model_and_two_libraries():
-    path = list(sys.path)
-    assert list(load_contenders()) == ["plain PyTorch", "lightly", "stable-pretraining"]
-    assert sys.path == path
-
-
-@pytest.mark.usefixtures("_clone")
 def test_what_is_not_installed_is_named_and_the_plain_model_is_measured(tiny, short, monkeypatch, capsys):
     for package in ("lightly", "stable_pretraining"):
         monkeypatch.setitem(sys.modules, package, None)
+    path = list(sys.path)
     report = run_bench(tiny(), replace(short, compare=True), "tiny")
     rows = [(one.name, one.masks) for one in report.comparison]
     assert rows == [("stop-mim", "on device"), ("plain PyTorch", "beforehand"), ("plain PyTorch", "collator")]
     counts = {(one.context, one.targets) for one in report.comparison}
     assert counts == {(report.tokens["context"], report.tokens["blocks"] * report.tokens["target"])}
     shown = capsys.readouterr().out
-    assert "lightly is left out" in shown
-    assert "stable-pretraining is left out" in shown
+    assert "lightly is skipped" in shown
+    assert "stable-pretraining is skipped" in shown
     assert "1.00x" in shown
+    assert sys.path == path
 
 
 def test_an_implementation_that_fails_is_named_and_the_others_are_kept(tiny, short, monkeypatch):
     def fails(setting):
         raise TypeError("an argument that it no longer has\nand more")
 
-    contenders = {"broken": fails, "another": lambda setting: Contender(lambda batches: (1, 1), None)}
+    contenders = {
+        "broken": fails,
+        "huge": lambda setting: torch.empty(10**17),
+        "another": lambda setting: Contender(lambda batches: (1, 1), None),
+    }
     monkeypatch.setattr("stop_mim.benchmark.bench.load_contenders", lambda: contenders)
     report = run_bench(tiny(), replace(short, compare=True), "tiny")
     assert [one.name for one in report.comparison] == ["stop-mim", "another"]
-    assert "broken is left out: it failed, with TypeError: an argument that it no longer has" in report.notes
-
-
-def test_an_implementation_that_does_not_fit_into_the_memory_of_a_cpu_is_named(tiny, short, monkeypatch):
-    monkeypatch.setattr(
-        "stop_mim.benchmark.bench.load_contenders", lambda: {"huge": lambda setting: torch.empty(10**17)}
-    )
-    report = run_bench(tiny(), replace(short, compare=True), "tiny")
-    assert "huge is left out: it does not fit into memory." in report.notes
+    assert "broken is skipped: it failed with TypeError: an argument that it no longer has" in report.notes
+    assert "huge is skipped: it does not fit into memory." in report.notes
 
 
 def test_an_implementation_gets_the_batches_of_a_step_and_tells_its_tokens(tiny, short, monkeypatch):
@@ -122,3 +116,33 @@ def test_what_cannot_be_compared_is_refused(tiny, short, kind, images, words):
 def test_a_package_without_its_clone_says_so(tmp_path):
     with pytest.raises(InputError, match="clone of the repository"):
         load_contenders(tmp_path)
+
+
+def test_tables_cut_no_word_and_no_number_on_a_narrow_terminal(tiny, short, monkeypatch, capsys):
+    def compared(name, masks, rate, memory):
+        rates = Spread(rate, rate * 0.9, rate * 1.1)
+        return ComparedStep(name, masks, 157, 1138, StepMeasurement(rates.over(256), rates, memory))
+
+    report = run_bench(tiny(), short, "tiny")
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "40")
+    for memory in (99 * 2**30, None):
+        ours = compared("stop-mim", "on device", 4463.0, memory)
+        others = (
+            compared("plain PyTorch", "beforehand", 758.4, memory),
+            compared("stable-pretraining", "in its step", 12741.0, memory),
+        )
+        print_report(replace(report, comparison=(ours, *others)))
+        text = capsys.readouterr().out
+        words = (
+            "stop-mim",
+            "plain PyTorch",
+            "stable-pretraining",
+            "beforehand",
+            "157+1138",
+            "5.88x",
+            "12,741 ± 1,274",
+            "758.4 ± 75.8",
+        )
+        assert all(word in text for word in words)
+        assert ("99.0" in text) == (memory is not None)

@@ -1,35 +1,38 @@
-"""Medians, quartiles, rates and the union of intervals; on a GPU that events and the profiler see its work."""
+"""Medians, quartiles, rates and the union of intervals; on a GPU, that events and the profiler see its work."""
 
 import pytest
 import torch
 
-from stop_mim.benchmark.ceiling import matrix_ceiling
-from stop_mim.benchmark.timing import Spread, busy_seconds, call_seconds, covered, run_seconds, waited_seconds
+from stop_mim.benchmark.timing import (
+    Spread,
+    busy_seconds,
+    call_seconds,
+    covered,
+    matrix_ceiling,
+    run_seconds,
+    waited_seconds,
+)
 
 CPU = torch.device("cpu")
 
 
-def test_the_spread_of_values():
+def test_spreads():
     assert Spread.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Spread(3.0, 2.0, 4.0)
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
     assert Spread(4.0, 2.0, 8.0).scaled(3) == Spread(12.0, 6.0, 24.0)
-
-
-def test_a_rate_is_high_where_time_is_short():
-    assert Spread(4.0, 2.0, 8.0).over(16) == Spread(4.0, 2.0, 8.0)
     assert Spread(0.5, 0.25, 1.0).over(10) == Spread(20.0, 10.0, 40.0)
+    assert Spread(6.0, 5.0, 8.0).less(Spread(2.0, 1.0, 7.0)) == Spread(4.0, 0.0, 7.0)
 
 
 @pytest.mark.parametrize(
     ("intervals", "length"),
     [
         ([], 0.0),
-        ([(1.0, 3.0), (5.0, 6.0)], 3.0),
         ([(5.0, 6.0), (1.0, 5.5)], 5.0),
         ([(0.0, 10.0), (2.0, 3.0), (4.0, 11.0)], 11.0),
     ],
 )
-def test_what_runs_at_the_same_time_counts_once(intervals, length):
+def test_overlapping_intervals_count_once(intervals, length):
     assert covered(intervals) == length
 
 
@@ -38,8 +41,7 @@ def test_every_call_is_made_and_only_the_later_ones_are_timed():
     for measure in (call_seconds, waited_seconds):
         calls.clear()
         seconds = measure(lambda: calls.append(1), CPU, 5, 3)
-        assert len(calls) == 8
-        assert len(seconds) == 5
+        assert (len(calls), len(seconds)) == (8, 5)
         assert all(one > 0 for one in seconds)
 
 
@@ -51,11 +53,8 @@ def test_a_run_is_divided_by_its_steps(monkeypatch):
     assert len(calls) == 10
 
 
-def test_the_ceiling_is_a_positive_rate():
-    assert matrix_ceiling(CPU, torch.float32, side=64) > 0
-
-
-def test_there_are_no_kernels_on_the_cpu():
+def test_the_cpu_has_a_ceiling_and_no_kernels():
+    assert matrix_ceiling(CPU, torch.float32) > 0
     assert busy_seconds(lambda: None, CPU, 1) is None
 
 

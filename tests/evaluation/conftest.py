@@ -15,7 +15,7 @@ from stop_mim.training.config import (
     SpeedConfig,
     TrainConfig,
 )
-from stop_mim.training.loop import train
+from stop_mim.training.pretrain import train
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40), "yellow": (210, 200, 60)}
 

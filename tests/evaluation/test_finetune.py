@@ -23,12 +23,11 @@ from small_trainings import (
 from timm.layers import DropPath
 
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.finetune import FinetuneRun, finetune
 from stop_mim.evaluation.linear_sgd import LinearSGDConfig, linear_sgd
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.loop import TrainingDiverged
 
 RICH = replace(PLAIN, drop_path=0.3, mixup=0.8, cutmix=1.0, label_smoothing=0.1, erasing_probability=0.5)
 

@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 from small_trainings import ALONE, CPU, NOWHERE, PRECONDITIONED, QUICK, SPEED, HubModel, coloured, small_encoder
 
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.features import pooled_features
 from stop_mim.evaluation.linear_heads import Head
 from stop_mim.evaluation.linear_sgd import LinearRun, LinearSGDConfig, config_for, linear_sgd, lr_factor
@@ -17,7 +17,6 @@ from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.loop import TrainingDiverged
 
 
 def test_heads_are_about_as_good_as_logistic_regression(encoder, sets):

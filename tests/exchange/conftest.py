@@ -17,7 +17,7 @@ from stop_mim.training.config import (
     SpeedConfig,
     TrainConfig,
 )
-from stop_mim.training.loop import train
+from stop_mim.training.pretrain import train
 
 
 @pytest.fixture

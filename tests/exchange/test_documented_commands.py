@@ -14,7 +14,7 @@ from release_files import release
 from rich.console import Console
 
 from stop_mim.cli import main
-from stop_mim.training.loop import train
+from stop_mim.training.pretrain import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "exchange.md"
 

@@ -13,7 +13,7 @@ from stop_mim.cli import main
 from stop_mim.errors import InputError
 from stop_mim.exchange.initial_weights import initialise
 from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
-from stop_mim.training import loop
+from stop_mim.training import pretrain
 from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import (
@@ -162,9 +162,9 @@ def test_the_command_hands_it_to_the_trainer(released, monkeypatch):
 
     def train(config, recipe, **more):
         given.update(config=config, recipe=recipe, **more)
-        return loop.TrainResult(released.parent, 1, 1, 0.0, None)
+        return pretrain.TrainResult(released.parent, 1, 1, 0.0, None)
 
-    monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(pretrain, "train", train)
     main(["pretrain", "ijepa-vitb16", "--data", "scenes"])
     assert set(given) == {"config", "recipe"}
     main(["pretrain", "ijepa-vitb16", "--data", "scenes", "--init", str(released), "--optim.epochs", "20"])
@@ -212,10 +212,10 @@ def test_a_run_that_began_with_weights_goes_on_with_them_even_before_its_first_c
     )
     more = "--optim.batch-size 8 --optim.epochs 1 --optim.warmup-epochs 0 --speed.device cpu --data scenes:count=16,size=64"
 
-    def killed(run):
+    def killed(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stop_mim.training.loop.Run.train", killed)
+    monkeypatch.setattr("stop_mim.training.trainer.Trainer._train", killed)
     with pytest.raises(SystemExit):
         main(
             [

@@ -15,8 +15,8 @@ from stop_mim.positions import (
     sincos_positions,
 )
 from stop_mim.training.build import build_positions
+from stop_mim.training.callbacks.health import measure_health
 from stop_mim.training.config import PositionsConfig
-from stop_mim.training.health import measure_health
 
 GRID, DIM = (3, 5), 8
 FREQUENCIES = sincos_frequencies(DIM).float()

@@ -21,9 +21,9 @@ from stop_mim.sweeps.plan import make_plan
 from stop_mim.sweeps.probe import Probe
 from stop_mim.sweeps.scales import SCALES
 from stop_mim.sweeps.worker import Inbox, attempt, sentence
-from stop_mim.training.interruption import catch_interruption
-from stop_mim.training.loop import train
+from stop_mim.training.pretrain import train
 from stop_mim.training.run_folder import read_metrics
+from stop_mim.training.trainer import catch_interruption
 
 
 @pytest.fixture

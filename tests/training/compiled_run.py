@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.config import EncoderConfig, LogConfig, PositionsConfig, SpeedConfig
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.loop import resume, train
+from stop_mim.training.pretrain import resume, train
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import TrainingStep, make_optimiser, read_outcomes
 

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from stop_mim.training.config import PositionsConfig
-from stop_mim.training.loop import resume, train
+from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
 
 TOTAL, MID_EPOCH = 21, 10

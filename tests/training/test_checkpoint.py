@@ -38,6 +38,7 @@ def small():
             "count": torch.tensor(7),
             "flags": torch.tensor([True, False]),
             "odd": torch.tensor([float("inf"), -0.0, float("nan"), 1e-42]),
+            "view": torch.arange(12.0).reshape(3, 4).T,
         },
         STATE,
     )
@@ -55,9 +56,10 @@ def trained(seed=0, steps=2, **groups):
         generator = torch.Generator().manual_seed(step)
         images = torch.randn(4, 3, 32, 32, generator=generator)
         optimiser.zero_grad()
-        objective(images, MultiBlockMasks(4).sample(4, generator=generator), generator).backward()
+        torch.manual_seed(step)
+        objective(images, MultiBlockMasks(4).sample(4, generator=generator)).backward()
         optimiser.step()
-        objective.update_target(0.9)
+        objective.move_target(0.1)
     return objective, optimiser
 
 
@@ -71,14 +73,6 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
         assert after.tensors[name].dtype == tensor.dtype
         assert after.tensors[name].shape == tensor.shape
         assert torch.equal(bits(after.tensors[name]), bits(tensor)), name
-
-
-def test_a_tensor_that_is_a_view_comes_back_as_it_looks(tmp_path):
-    whole = torch.arange(12.0).reshape(3, 4)
-    save_checkpoint(Checkpoint(1, {"a": whole.T, "b": whole[:, 1]}, {}), tmp_path / "a.safetensors")
-    tensors = read_checkpoint(tmp_path / "a.safetensors").tensors
-    assert torch.equal(tensors["a"], whole.T)
-    assert torch.equal(tensors["b"], whole[:, 1])
 
 
 @pytest.mark.parametrize("kind", ["stochastic", "learned"])
@@ -106,15 +100,7 @@ def refuse(path):
     return str(error.value)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, -1, -200])
-def test_a_truncated_file_is_refused(tmp_path, kept):
-    path = tmp_path / "a.safetensors"
-    save_checkpoint(small(), path)
-    path.write_bytes(path.read_bytes()[:kept])
-    refuse(path)
-
-
-def test_a_flipped_bit_anywhere_is_refused(tmp_path):
+def test_a_flipped_bit_anywhere_and_a_truncated_file_are_refused(tmp_path):
     path = tmp_path / "a.safetensors"
     save_checkpoint(small(), path)
     whole = path.read_bytes()
@@ -124,18 +110,11 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path):
         damaged[place] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
         refuse(path)
+    for kept in (0, 4, 100, -1, -200):
+        path.write_bytes(whole[:kept])
+        refuse(path)
     path.write_bytes(whole)
     read_checkpoint(path)
-
-
-def test_changed_values_beside_the_tensors_are_refused(tmp_path):
-    path = tmp_path / "a.safetensors"
-    save_checkpoint(small(), path)
-    whole = path.read_bytes()
-    for old, new in ((b'"step":"12"', b'"step":"13"'), (b'\\"seed\\": 3', b'\\"seed\\": 4')):
-        assert whole.count(old) == 1
-        path.write_bytes(whole.replace(old, new))
-        assert "checksum" in refuse(path)
 
 
 def test_files_of_others_are_refused(tmp_path):
@@ -149,12 +128,8 @@ def test_files_of_others_are_refused(tmp_path):
     ):
         write()
         refuse(path)
-    refuse(tmp_path / "missing.safetensors")
-    refuse(tmp_path)
-
-
-def test_the_message_names_a_remedy(tmp_path):
     assert "--checkpoint" in refuse(tmp_path / "missing.safetensors")
+    refuse(tmp_path)
 
 
 @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
@@ -188,14 +163,6 @@ def test_checkpoints_are_found_by_number(tmp_path):
     assert list(checkpoints_in(tmp_path)) == [3, 20, 99999999, 100000000]
     assert checkpoints_in(tmp_path)[20] == tmp_path / "step-00000020.safetensors"
     assert checkpoints_in(tmp_path / "missing") == {}
-
-
-def test_pruning_keeps_the_newest(tmp_path):
-    touch(tmp_path, 1, 2, 3, 4, 5)
-    prune_checkpoints(tmp_path, keep=2)
-    assert list(checkpoints_in(tmp_path)) == [4, 5]
-    prune_checkpoints(tmp_path, keep=3)
-    assert list(checkpoints_in(tmp_path)) == [4, 5]
 
 
 def test_pruning_keeps_milestones_and_whatever_is_no_checkpoint(tmp_path):

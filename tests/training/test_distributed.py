@@ -12,7 +12,6 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, tiny_ob
 import stop_mim
 from stop_mim.errors import InputError
 from stop_mim.masking import MultiBlockMasks
-from stop_mim.seeds import derive_seed
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig, to_json
 from stop_mim.training.distributed import any_rank, broadcast, choose_device, process_group, reduce_mean, share
 from stop_mim.training.run_folder import read_metrics
@@ -35,11 +34,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from stop_mim.models.ijepa import IJEPA
-from stop_mim.training import distributed, loop
+from stop_mim.training import distributed, pretrain
 from stop_mim.training.config import from_json
+from stop_mim.training.inputs import StepInputs
+from stop_mim.training.step import TrainingStep
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-seen = {"images": [], "masks": [], "noise": [], "states": [], "losses": [], "written": []}
+seen = {"images": [], "masks": [], "seeds": [], "losses": [], "written": []}
 runs = [str(folder / name) for name in ("whole", "parts")]
 
 def watch(event, arguments):
@@ -51,24 +52,33 @@ def watch(event, arguments):
 
 sys.addaudithook(watch)
 
-def forward(self, images, masks, generator=None):
+def forward(self, images, masks, *noise):
     seen["images"].append(images.clone())
     seen["masks"].append(masks.context.clone())
-    seen["noise"].append(torch.initial_seed())
-    seen["states"].append(torch.get_rng_state())
-    loss = real_forward(self, images, masks, generator)
+    loss = real_forward(self, images, masks, *noise)
     seen["losses"].append(loss.item())
     return loss
 
-def remember(self):
-    result = real_train(self)
-    indices = [self.order.indices(batch) for batch in range(self.order.batches_per_epoch)]
-    seen.update(weights=self.objective.state_dict(), indices=torch.cat(indices), n_images=self.order.n_images)
-    seen["probes"] = self.probe is not None
+def step(self, batches, values, seed):
+    seen["seeds"].append(seed)
+    return real_step(self, batches, values, seed)
+
+def remember(parts, folder, display):
+    result = real_run(parts, folder, display)
+    seen.update(weights=parts.objective.state_dict())
+    seen["probes"] = any(getattr(callback, "probe", None) is not None for callback in parts.trainer.callbacks)
     return result
 
+def order_of(self, loader):
+    order = real_order(self, loader)
+    indices = [order.indices(batch) for batch in range(order.batches_per_epoch)]
+    seen.update(indices=torch.cat(indices), n_images=order.n_images)
+    return order
+
 real_forward, IJEPA.forward = IJEPA.forward, forward
-real_train, loop.Run.train = loop.Run.train, remember
+real_step, TrainingStep.__call__ = TrainingStep.__call__, step
+real_run, pretrain.run = pretrain.run, remember
+real_order, StepInputs.order = StepInputs.order, order_of
 quiet = Console(file=io.StringIO())
 
 with distributed.process_group("cpu") as ranks:
@@ -77,12 +87,12 @@ with distributed.process_group("cpu") as ranks:
     seen["mean"] = distributed.reduce_mean(torch.tensor(float(rank)), ranks).item()
     seen["broadcast"] = distributed.broadcast(f"from {rank}", ranks)
     config = from_json((folder / "wanted.json").read_text())
-    loop.train(replace(config, out=runs[0]), console=quiet)
+    pretrain.train(replace(config, out=runs[0]), console=quiet)
     torch.save(seen, folder / f"rank{rank}.pt")
-    loop.train(replace(config, out=runs[1], stop_after_steps=int(sys.argv[2])), console=quiet)
-    loop.resume(runs[1], console=quiet)
+    pretrain.train(replace(config, out=runs[1], stop_after_steps=int(sys.argv[2])), console=quiet)
+    pretrain.resume(runs[1], console=quiet)
     for file in sorted((folder / "silent").iterdir()):
-        loop.train(replace(from_json(file.read_text()), out=str(folder / "silent runs" / file.stem)), console=quiet)
+        pretrain.train(replace(from_json(file.read_text()), out=str(folder / "silent runs" / file.stem)), console=quiet)
         torch.save(seen["weights"], folder / f"{file.stem}.rank{rank}.pt")
 """
 
@@ -115,13 +125,9 @@ def run(tmp_path_factory):
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-def test_each_process_knows_who_it_is(run):
+def test_each_process_knows_its_rank_and_values_are_shared(run):
     _, seen = run
     assert [one["ranks"] for one in seen] == [(0, 2, True), (1, 2, False)]
-
-
-def test_values_are_shared(run):
-    _, seen = run
     for one in seen:
         assert one["any"] == [True, False]
         assert one["mean"] == 0.5
@@ -144,12 +150,9 @@ def test_each_process_has_its_own_masks_and_noise(run):
     _, seen = run
     equal = [torch.equal(*pair) for pair in zip(seen[0]["masks"], seen[1]["masks"], strict=True)]
     assert sum(equal) < 0.05 * len(equal)
-    assert not set(seen[0]["noise"]) & set(seen[1]["noise"])
-    # One stream a step, which its batches draw from one after the other.
-    for rank, one in enumerate(seen):
-        assert one["noise"] == [derive_seed(0, "step", call // 2, rank) for call in range(2 * TOTAL)]
-    states = {bytes(state.numpy()) for one in seen for state in one["states"]}
-    assert len(states) == 2 * 2 * TOTAL
+    # The noise of a step is a function of its seed.
+    seeds = [seed for one in seen for seed in one["seeds"]]
+    assert len(set(seeds)) == len(seeds) == 2 * TOTAL
 
 
 def test_the_model_is_the_same_in_all_processes_and_has_moved(run):
@@ -220,7 +223,7 @@ def test_what_learns_has_a_gradient_whether_there_is_noise_or_not(case):
         assert torch.equal(positions(indices, tokens=tokens).view(torch.int32), mean.view(torch.int32))
     generator = torch.Generator().manual_seed(0)
     images, masks = torch.randn(2, 3, 32, 32, generator=generator), MultiBlockMasks(4).sample(2, generator=generator)
-    objective(images, masks, generator).backward()
+    objective(images, masks).backward()
     learned = {name: parameter for name, parameter in objective.named_parameters() if parameter.requires_grad}
     assert all(parameter.grad is not None for parameter in learned.values())
     own = [parameter for name, parameter in learned.items() if "covariance" in name]

@@ -11,10 +11,10 @@ from tiny_run import CPU, tiny_config
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import MaskConfig, SpeedConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, workers_for
-from stop_mim.training.progress import ProgressDisplay
 
 
 def open_inputs(rank, processes):

@@ -17,14 +17,14 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_i
 import stop_mim
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint
 from stop_mim.training.config import CheckpointConfig, OptimConfig, TrainConfig, to_json
-from stop_mim.training.loop import resume, train
+from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
 
 SCRIPT = """
 import sys
 from pathlib import Path
 from stop_mim.training.config import from_json
-from stop_mim.training.loop import resume, train
+from stop_mim.training.pretrain import resume, train
 
 verb, argument = sys.argv[1:]
 result = train(from_json(Path(argument).read_text())) if verb == "train" else resume(argument)

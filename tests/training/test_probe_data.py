@@ -11,8 +11,8 @@ from tiny_run import COLOURS, CPU, tiny_config, tiny_objective, write_colours
 
 from stop_mim.errors import InputError
 from stop_mim.training import online_probe
-from stop_mim.training.loop import train
 from stop_mim.training.online_probe import choose_images, make_probe, open_probe_data
+from stop_mim.training.pretrain import train
 
 
 def test_every_image_keeps_its_class_where_some_are_bad_or_left_out(tmp_path, monkeypatch):

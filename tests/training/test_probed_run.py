@@ -12,7 +12,7 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_c
 
 from stop_mim.training import online_probe
 from stop_mim.training.config import LogConfig, SpeedConfig
-from stop_mim.training.loop import resume, train
+from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
 
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_without_a_probe_can_be_continued_with_one_and_the_other_wa
     quietly(train, tiny_config(out=tmp_path / "run", stop_after_steps=4))
     change_config(tmp_path / "run", lambda fields: fields["probe"].update(data=str(colours), every_steps=2))
     _, text = quietly(resume, tmp_path / "run", stop_after_steps=8)
-    assert "the probe starts anew" in text
+    assert "a new probe starts" in text
     assert checkpoint_at(tmp_path / "run", 8).tensors["probe.model.batches"] == 2
     change_config(tmp_path / "run", lambda fields: fields["probe"].update(data=None))
     quietly(resume, tmp_path / "run")
@@ -71,7 +71,7 @@ def test_other_labelled_images_make_a_new_probe(tmp_path):
     quietly(train, probing(data, tmp_path / "run", stop_after_steps=6))
     (data / "train" / "red" / "003.png").unlink()
     _, text = quietly(resume, tmp_path / "run", stop_after_steps=8)
-    assert "the probe starts anew" in text
+    assert "a new probe starts" in text
     assert checkpoint_at(tmp_path / "run", 8).tensors["probe.model.batches"] == 1
 
 

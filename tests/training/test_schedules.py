@@ -6,7 +6,7 @@ import math
 import pytest
 
 from stop_mim.training.config import OptimConfig, PositionsConfig
-from stop_mim.training.schedules import cosine, linear, sigma_schedule, values_at, warmup_cosine
+from stop_mim.training.schedules import cosine, linear, sigma_schedule, values_at
 
 STEPS_PER_EPOCH = 10
 OPTIM = OptimConfig(
@@ -60,21 +60,6 @@ def test_rate_and_decay_are_held_and_momentum_moves_on():
     assert curve("ema_momentum", held) == curve("ema_momentum")
 
 
-def test_a_hold_within_the_warm_up_holds_the_rate_there():
-    held = OptimConfig(**{**vars(OPTIM), "hold_after_epoch": 2.0})
-    assert set(curve("lr", held)[20:]) == {curve("lr")[20]}
-
-
-def test_a_value_depends_on_nothing_but_the_step():
-    forwards = [values_at(step, STEPS_PER_EPOCH, OPTIM) for step in range(LAST + 1)]
-    backwards = [values_at(step, STEPS_PER_EPOCH, OPTIM) for step in range(LAST, -1, -1)]
-    assert forwards == backwards[::-1]
-
-
-def test_without_warm_up_the_peak_comes_first():
-    assert values_at(0, STEPS_PER_EPOCH, OptimConfig(epochs=2, warmup_epochs=0.0, lr=1e-3)).lr == pytest.approx(1e-3)
-
-
 @pytest.mark.parametrize("warmup_epochs", [0.0, 1.0])
 def test_a_run_of_one_step_has_finite_values(warmup_epochs):
     values = values_at(0, 1, OptimConfig(epochs=1, warmup_epochs=warmup_epochs))
@@ -90,11 +75,6 @@ def test_shapes_stay_between_their_ends(shape):
     assert cosine(0.25, 2.0, 1.0) == pytest.approx(1 + 0.5 * (1 + math.sqrt(0.5)))
 
 
-def test_warm_up_may_last_a_part_of_a_step():
-    assert warmup_cosine(0, 0.5, 10, 0.0, 1.0, 0.0) == 0.0
-    assert warmup_cosine(1, 0.5, 10, 0.0, 1.0, 0.0) == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.5 / 9.5)))
-
-
 @pytest.mark.parametrize("start", [None, 0.25])
 def test_a_sigma_that_does_not_move_is_a_number(start):
     assert sigma_schedule(PositionsConfig(sigma=0.25, sigma_start=start), 100) == 0.25
@@ -107,10 +87,3 @@ def test_sigma_moves_from_its_start_along_its_schedule(name, quarter):
     assert sigma(25) == pytest.approx(quarter)
     values = [sigma(step) for step in range(101)]
     assert values == sorted(values)
-    assert [sigma(step) for step in range(100, -1, -1)] == values[::-1]
-
-
-def test_sigma_can_fall_to_nothing():
-    sigma = sigma_schedule(PositionsConfig(sigma=0.0, sigma_start=0.5), 11)
-    assert sigma(0) == 0.5
-    assert sigma(10) == 0.0

@@ -1,4 +1,4 @@
-"""Lines of metrics: the means that they would have been wherever the run was stopped, and whatever else is logged."""
+"""Lines of metrics: the same wherever a run was stopped, and whatever else is recorded."""
 
 import os
 import signal
@@ -7,29 +7,28 @@ from types import SimpleNamespace
 
 import pytest
 from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config
 
-from stop_mim.training import interval
+from stop_mim.training.callbacks import metrics
 from stop_mim.training.config import CheckpointConfig, LogConfig
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.step import TrainingStep
 
 
-def test_what_was_logged_and_saved_how_often_changes_nothing(tmp_path):
+def test_how_often_a_run_is_recorded_and_saved_changes_nothing(tmp_path):
     run(tiny_config(out=tmp_path / "a"))
     rarely = tiny_config(out=tmp_path / "b", log=LogConfig(10, 1000, True), checkpoint=CheckpointConfig(1000))
     run(rarely)
-    a, b = checkpoint_at(tmp_path / "a", TOTAL), checkpoint_at(tmp_path / "b", TOTAL)
-    assert_same_checkpoint(a, b)
+    assert_same_checkpoint(checkpoint_at(tmp_path / "a", TOTAL), checkpoint_at(tmp_path / "b", TOTAL))
     lines = read_metrics(tmp_path / "b")
     assert [line["step"] for line in lines] == [1, 10, 20, 21]
     losses = [line["loss"] for line in read_metrics(tmp_path / "a")]
     assert lines[1]["loss"] == pytest.approx(sum(losses[1:10]) / 9)
-    assert list((tmp_path / "b" / "tensorboard").iterdir())
 
 
 class Killed(BaseException):
-    """What no part of the run catches."""
+    """An exception that no part of the run catches."""
 
 
 def disturb(monkeypatch, step=None, kind=None):
@@ -45,11 +44,11 @@ def disturb(monkeypatch, step=None, kind=None):
         return real(*arguments)
 
     monkeypatch.setattr(TrainingStep, "__call__", disturbed)
-    monkeypatch.setattr(interval, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
 
 @pytest.mark.parametrize("kind", ["killed", "asked to stop"])
-def test_a_line_of_measurements_is_the_mean_it_would_have_been(tmp_path, monkeypatch, kind):
+def test_a_line_is_the_mean_that_it_would_have_been_without_interruptions(tmp_path, monkeypatch, kind):
     # Lines at 1, 5, 10, 15, 20 and 21, checkpoints at 7, 14 and 21: each line after a resume is half in the past.
     groups = {"log": LogConfig(5, 1000, False), "checkpoint": CheckpointConfig(7)}
     with monkeypatch.context() as patch:
@@ -58,39 +57,39 @@ def test_a_line_of_measurements_is_the_mean_it_would_have_been(tmp_path, monkeyp
     for step in (9, 10):
         with monkeypatch.context() as patch:
             disturb(patch, step, kind)
-            ends = pytest.raises(Killed) if kind == "killed" else nullcontext()
-            with ends:
+            with pytest.raises(Killed) if kind == "killed" else nullcontext():
                 go_on(tmp_path / "parts") if step > 9 else run(tiny_config(out=tmp_path / "parts", **groups))
     with monkeypatch.context() as patch:
         disturb(patch)
         go_on(tmp_path / "parts")
     assert [line["step"] for line in read_metrics(tmp_path / "whole")] == [1, 5, 10, 15, 20, 21]
-    # The speed too: the steps before an interruption are not counted in the time after it.
+    # The rate too: steps before an interruption are not counted in the time after it.
     assert read_metrics(tmp_path / "parts") == read_metrics(tmp_path / "whole")
     assert {line["images_per_second"] for line in read_metrics(tmp_path / "parts")} == {8.0}
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
 
 
-def test_the_line_of_a_run_that_stops_early_is_one_more(tmp_path):
-    log = LogConfig(6, 1000, False)
+def test_the_line_of_a_run_that_stops_early_is_one_more_and_events_of_repeated_steps_are_superseded(tmp_path):
+    log = LogConfig(6, 1000, True)
     run(tiny_config(out=tmp_path / "whole", log=log))
     run(tiny_config(out=tmp_path / "parts", log=log, stop_after_steps=MID_EPOCH))
-    losses = [line["loss"] for line in read_metrics(tmp_path / "parts")]
     go_on(tmp_path / "parts")
     whole, parts = comparable(tmp_path / "whole"), comparable(tmp_path / "parts")
     assert [line["step"] for line in parts] == [1, 6, MID_EPOCH, 12, 18, 21]
     assert [line for line in parts if line["step"] != MID_EPOCH] == whole
-    assert [line["loss"] for line in parts][:3] == losses
+    # From the checkpoint of step 8 on, steps come again.
+    go_on(tmp_path / "parts", checkpoint=tmp_path / "parts" / "checkpoints" / "step-00000020.safetensors")
+    events = EventAccumulator(str(tmp_path / "parts" / "tensorboard"))
+    events.Reload()
+    assert sorted({event.step for event in events.Scalars("loss")}) == [1, 6, MID_EPOCH, 12, 18, 21]
+    assert len(events.Scalars("loss")) == 6
 
 
 def test_the_measurements_are_those_of_the_schedules(tmp_path):
     run(tiny_config(out=tmp_path / "run", positions=MOVING))
     lines = read_metrics(tmp_path / "run")
-    assert [lines[0][name] for name in ("lr", "weight_decay", "ema_momentum", "sigma")] == pytest.approx(
-        [5e-4, 0.04, 0.9, 0.05]
-    )
-    assert [lines[-1][name] for name in ("lr", "weight_decay", "ema_momentum", "sigma")] == pytest.approx(
-        [1e-4, 0.4, 1.0, 2.0]
-    )
+    names = ("lr", "weight_decay", "ema_momentum", "sigma")
+    assert [lines[0][name] for name in names] == pytest.approx([5e-4, 0.04, 0.9, 0.05])
+    assert [lines[-1][name] for name in names] == pytest.approx([1e-4, 0.4, 1.0, 2.0])
     assert lines[6]["epoch"] == 1
     assert {line["step"] for line in lines if "health/rankme" in line} == {1, 5, 10, 15, 20, 21}

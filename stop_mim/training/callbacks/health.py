@@ -1,0 +1,153 @@
+"""Health of a run: a few numbers that show collapse and divergence early, and warnings with a remedy."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from stop_mim.models.objective import Objective
+from stop_mim.training.online_probe import evaluation_mode
+from stop_mim.training.step import StepOutcome
+from stop_mim.training.trainer import Callback, Trainer
+
+MAX_IMAGES, MAX_TOKENS = 128, 2048
+VANISHED_A = 0.1
+EXPLODED_MASK_TOKEN = 5.0
+COLLAPSED_STD = 0.05
+COLLAPSED_RANK = 0.02
+OVERWHELMING_NOISE = 3.0
+
+
+@dataclass(frozen=True)
+class HealthSigns:
+    """Numbers that the health of a run is judged by."""
+
+    A_norm: float
+    """Frobenius norm of the projection's weight."""
+    mask_token_norm: float
+    """Norm of the learned vector m̃."""
+    position_norm: float
+    """Root mean square norm of the positions ψ."""
+    noise_to_signal: float
+    """‖A n‖ over ‖ψ‖, both as root mean squares."""
+    feature_std: float
+    """Standard deviation over tokens of the layer-normed features of the saved encoder, averaged over features."""
+    rankme: float
+    """Effective rank of these features (RankMe): the exponential of the entropy of their singular values."""
+    rank_limit: int
+    """The largest possible value of RankMe."""
+    ema_distance: float
+    """‖encoder - target‖ over ‖encoder‖; zero without a target encoder."""
+
+
+@torch.no_grad()
+def measure_health(objective: Objective, images: Float[Tensor, "batch 3 height width"]) -> HealthSigns:
+    """Measure the health signs on (a part of) a batch of images."""
+    masked = objective.masked_tokens
+    position_norm = masked.positions.table().float().square().sum(-1).mean().sqrt()
+    noise = masked.positions.noise_power().float().sqrt()
+    with evaluation_mode(objective.frozen):
+        tokens = objective.frozen(images[:MAX_IMAGES]).float().flatten(0, 1)
+    features = F.layer_norm(tokens, tokens.shape[-1:])[:: max(1, len(tokens) // MAX_TOKENS)][:MAX_TOKENS]
+    return HealthSigns(
+        A_norm=masked.projection.weight.float().norm().item(),
+        mask_token_norm=masked.mask_token.float().norm().item(),
+        position_norm=position_norm.item(),
+        noise_to_signal=(noise.to(position_norm) / position_norm.clamp(min=1e-12)).item(),
+        feature_std=features.std(0).mean().item(),
+        rankme=effective_rank(features),
+        rank_limit=min(features.shape),
+        ema_distance=ema_distance(objective),
+    )
+
+
+def effective_rank(features: Float[Tensor, "n dim"]) -> float:
+    """Return RankMe, exp of the entropy of the normalised singular values; nan if a feature is not finite."""
+    if not torch.isfinite(features).all():
+        return math.nan
+    features = features.double()
+    # From the smaller Gram matrix, which is many times faster than a singular value decomposition.
+    gram = features.mT @ features if features.shape[0] > features.shape[1] else features @ features.mT
+    singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    parts = singular / singular.sum().clamp(min=1e-12) + 1e-7
+    return math.exp(-(parts * parts.log()).sum().item())
+
+
+@torch.no_grad()
+def ema_distance(objective: Objective) -> float:
+    """Return the distance from encoder to target encoder, relative to the norm of the encoder's weights."""
+    pairs = list(zip(objective.encoder.parameters(), objective.frozen.parameters(), strict=True))
+    moving = [(ours, theirs) for ours, theirs in pairs if ours.requires_grad]
+    apart = sum((ours - theirs).float().square().sum() for ours, theirs in moving)
+    size = sum(ours.float().square().sum() for ours, _ in moving)
+    return math.sqrt(float(apart) / max(float(size), 1e-12))
+
+
+def find_symptoms(signs: HealthSigns, first: HealthSigns) -> dict[str, str]:
+    """Return a warning for each symptom; `first` are the signs after the first step of the run."""
+    symptoms = {}
+    if signs.A_norm < VANISHED_A * first.A_norm:
+        symptoms["A"] = (
+            f"A is vanishing: its norm is {signs.A_norm:.3g} and was {first.A_norm:.3g} at the start, so the predictor sees "
+            "neither noise nor context. Lower positions.sigma or optim.weight_decay."
+        )
+    if signs.mask_token_norm > EXPLODED_MASK_TOKEN * signs.position_norm:
+        symptoms["mask_token"] = (
+            f"The mask token is exploding: its norm is {signs.mask_token_norm:.3g}, that of the positions is "
+            f"{signs.position_norm:.3g}. Lower positions.sigma or optim.lr."
+        )
+    if signs.noise_to_signal > OVERWHELMING_NOISE:
+        symptoms["noise"] = (
+            f"The noise is {signs.noise_to_signal:.3g} times as large as the positions, which masked tokens cannot see any "
+            "more. Lower positions.sigma."
+        )
+    if signs.feature_std < COLLAPSED_STD or signs.rankme < COLLAPSED_RANK * signs.rank_limit:
+        symptoms["features"] = (
+            f"Features are collapsing: RankMe is {signs.rankme:.1f} of {signs.rank_limit}, their standard deviation "
+            f"{signs.feature_std:.3g}. Lower optim.lr, raise optim.ema_start, or lower positions.sigma."
+        )
+    return symptoms
+
+
+class WatchHealth(Callback):
+    """Measures the health signs every so many steps and warns of each symptom, once until it has disappeared."""
+
+    name = "health"
+
+    def __init__(self, objective: Objective, every_steps: int, warn: Callable[[str], None]) -> None:
+        self.objective, self.every_steps, self.warn = objective, every_steps, warn
+        self.first: HealthSigns | None = None
+        self._known: set[str] = set()
+
+    def reads(self, step: int) -> bool:
+        """Whether the signs are measured: after the first step too."""
+        return step == 1 or step % self.every_steps == 0
+
+    def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
+        """Measure the signs where it is time, and at the end, on the first images of the step."""
+        if not (self.reads(trainer.done) or trainer.done == trainer.end):
+            return
+        signs = measure_health(self.objective, batch[0][0])
+        trainer.measurements |= {f"health/{name}": value for name, value in asdict(signs).items()}
+        self.judge(signs)
+
+    def judge(self, signs: HealthSigns) -> None:
+        """Warn of new symptoms."""
+        self.first = self.first or signs
+        symptoms = find_symptoms(signs, self.first)
+        for name in symptoms.keys() - self._known:
+            self.warn(symptoms[name])
+        self._known = set(symptoms)
+
+    def state(self) -> dict[str, Any]:
+        """Return the first signs."""
+        return {"first": None if self.first is None else asdict(self.first)}
+
+    def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Continue to compare with the first signs."""
+        self.first = None if state["first"] is None else HealthSigns(**state["first"])

@@ -1,0 +1,112 @@
+"""Metrics of a run: lines of metrics.jsonl and TensorBoard events."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from stop_mim.models.objective import Objective
+from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.step import StepOutcome
+from stop_mim.training.trainer import Callback, Trainer
+
+
+class MoveSigma(Callback):
+    """Moves the sigma of stochastic positions along its schedule, and measures it."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.positions = objective.positions
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Set the sigma of the next step."""
+        self.positions.set_step(trainer.done)
+
+    def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
+        """Measure it."""
+        trainer.measurements["sigma"] = getattr(self.positions, "sigma", 0.0)
+
+
+class RecordMetrics(Callback):
+    """Writes a line of measurements every so many steps, and where one of the callbacks `also_at` measures something.
+
+    The loss of a line is the mean since the line before. Its losses are kept in checkpoints, so that lines are the same
+    wherever a run was stopped; a run that stops between two lines writes one more.
+    """
+
+    name = "metrics"
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        every_steps: int,
+        images_per_step: int,
+        steps_per_epoch: int,
+        also_at: Sequence[Callback] = (),
+        tensorboard: bool = True,
+    ) -> None:
+        self.folder, self.every_steps, self.also_at, self.tensorboard = folder, every_steps, also_at, tensorboard
+        self.images_per_step, self.steps_per_epoch = images_per_step, steps_per_epoch
+        self._losses: list[float] = []
+        self._gradient_norm = float("nan")
+        self._events: Any = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Open the TensorBoard events; those of steps that come again are superseded."""
+        if self.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self.folder.events), purge_step=trainer.done + 1)
+        self._restart_clock()
+
+    def reads(self, step: int) -> bool:
+        """Whether a line is due."""
+        return step % self.every_steps == 0 or any(callback.reads(step) for callback in self.also_at)
+
+    def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
+        """Collect losses, and write a line where one is due."""
+        self._steps += len(outcomes)
+        for outcome in outcomes:
+            self._gradient_norm = outcome.gradient_norm
+            if outcome.updated:
+                self._losses.append(outcome.loss)
+        due = self.reads(trainer.done)
+        if due or trainer.done == trainer.end:
+            self._write(trainer)
+        if due or trainer.done == trainer.total_steps:
+            self._losses = []
+            self._restart_clock()
+
+    def _write(self, trainer: Trainer) -> None:
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        line = {
+            "epoch": trainer.done / self.steps_per_epoch,
+            "loss": sum(self._losses) / len(self._losses) if self._losses else float("nan"),
+            "gradient_norm": self._gradient_norm,
+            "images_per_second": self._steps * self.images_per_step / seconds,
+            "not_finite": trainer.not_finite,
+            **asdict(trainer.values),
+            **trainer.measurements,
+        }
+        trainer.measurements = line
+        self.folder.record(trainer.done, line)
+        if self._events is not None:
+            for name, value in line.items():
+                self._events.add_scalar(name, value, trainer.done)
+
+    def _restart_clock(self) -> None:
+        self._steps, self._since = 0, time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """Return the losses since the last line."""
+        return {"losses": self._losses}
+
+    def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Continue the mean of the next line."""
+        self._losses = list(state["losses"])
+
+    def end(self, trainer: Trainer) -> None:
+        """Close the TensorBoard events."""
+        if self._events is not None:
+            self._events.close()

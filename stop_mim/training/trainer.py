@@ -1,0 +1,230 @@
+"""The training loop of pretraining, linear-sgd, fine-tuning and the benchmark.
+
+    trainer = Trainer(step, batches, schedule, total_steps, model, optimiser, callbacks)
+    trainer.run()
+
+A step updates the model; callbacks do the rest: metrics, health, probe, progress and checkpoints.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from stop_mim.errors import TrainingDiverged
+from stop_mim.seeds import derive_seed
+from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
+from stop_mim.training.distributed import Ranks, any_rank, wait_for_all
+from stop_mim.training.step import Outcome, StepOutcome, read_outcomes
+
+MAX_NOT_FINITE_IN_A_ROW = 5
+
+Step = Callable[[Any, Any, int], Outcome]
+"""(batch, scheduled values, seed) -> loss, norm of the gradient and whether the weights were updated, on the device."""
+
+
+class Callback:
+    """What happens around the steps of a `Trainer`; every method is optional.
+
+    A callback runs on the main process alone, or on every process if `on_every_rank` is set. A callback with state has a
+    `name`, under which `state()` is kept in checkpoints.
+    """
+
+    name: ClassVar[str] = ""
+    on_every_rank: ClassVar[bool] = False
+
+    def start(self, trainer: "Trainer") -> None:
+        """Prepare for the first step of this session."""
+
+    def before_step(self, trainer: "Trainer") -> None:
+        """Prepare the next step, whose number is `trainer.done`; called on every process."""
+
+    def reads(self, step: int) -> bool:
+        """Whether this callback needs the outcomes after so many steps; reading them waits for the device."""
+        return False
+
+    def after_step(self, trainer: "Trainer", batch: Any, outcomes: Sequence[StepOutcome]) -> None:
+        """Act after a step; `outcomes` are those read now: of all steps since the last reading, or none."""
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return tensors for a checkpoint, under names that no other callback has."""
+        return {}
+
+    def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Continue from the state and all tensors of a checkpoint; the state is empty if there was no such callback."""
+
+    def end(self, trainer: "Trainer") -> None:
+        """Clean up after the last step of this session, or after `trainer.error`."""
+
+
+class Trainer:
+    """Takes steps until the end, an interruption or a divergence.
+
+    Args:
+        step: one update of the model, see `Step`.
+        batches: returns the batches from a given step on; the generator is closed at the end.
+        schedule: the scheduled values of a step.
+        total_steps: length of the whole run, over all sessions.
+        model, optimiser: what `checkpoint` saves and `restore` loads.
+        callbacks: called in this order.
+        warn: shows a warning.
+        max_not_finite: steps in a row without a finite loss after which TrainingDiverged is raised, with `remedy`.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        batches: Callable[[int], Generator[Any]],
+        schedule: Callable[[int], Any],
+        total_steps: int,
+        model: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        callbacks: Sequence[Callback] = (),
+        ranks: Ranks | None = None,
+        seed: int = 0,
+        warn: Callable[[str], None] = print,
+        max_not_finite: int = MAX_NOT_FINITE_IN_A_ROW,
+        remedy: str = "lower the learning rate",
+    ) -> None:
+        self.step, self.batches, self.schedule, self.total_steps = step, batches, schedule, total_steps
+        self.model, self.optimiser, self.callbacks = model, optimiser, list(callbacks)
+        self.ranks, self.seed, self.warn = ranks or Ranks(0, 1, 1, torch.device("cpu")), seed, warn
+        self.max_not_finite, self.remedy = max_not_finite, remedy
+        self.done, self.end = 0, total_steps
+        self.not_finite, self.not_finite_in_a_row = 0, 0
+        self.loss = float("nan")
+        """The last finite loss that was read."""
+        self.values: Any = None
+        """The scheduled values of the last step."""
+        self.measurements: dict[str, float] = {}
+        """What callbacks measured after the last step."""
+        self.interrupted_by: str | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def stops(self) -> bool:
+        """Whether the last step is the last of this session."""
+        return self.done == self.end or self.interrupted_by is not None
+
+    def run(self, end: int | None = None) -> None:
+        """Train until `end` steps of the whole run are done; not given: all."""
+        self.end = min(self.total_steps, end or self.total_steps)
+        self.interrupted_by, self.error = None, None
+        try:
+            for callback in self._active():
+                callback.start(self)
+            with catch_interruption() as interruption, closing(self.batches(self.done)) as batches:
+                self._train(batches, interruption)
+            wait_for_all(self.ranks)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            for callback in self._active():
+                callback.end(self)
+
+    def _train(self, batches: Iterator[Any], interruption: "Interruption") -> None:
+        unread: list[Outcome] = []
+        while self.done < self.end and self.interrupted_by is None:
+            batch, outcome = self.take_step(batches)
+            unread.append(outcome)
+            # On the CPU outcomes are read at once. Processes compare notes only where they wait for the device anyway.
+            reads = self.ranks.device.type == "cpu" or self.done == self.end or self._reads_here()
+            if (reads or self.ranks.world_size == 1) and any_rank(bool(interruption), self.ranks):
+                self.interrupted_by = interruption.signal_name or "another process"
+            outcomes: list[StepOutcome] = []
+            if reads or self.stops:
+                outcomes, unread = read_outcomes(unread), []
+                self._judge(outcomes)
+            for callback in self._active():
+                callback.after_step(self, batch, outcomes)
+
+    def take_step(self, batches: Iterator[Any]) -> tuple[Any, Outcome]:
+        """Take one step; return its batch, and its outcome on the device."""
+        for callback in self.callbacks:
+            callback.before_step(self)
+        self.values, self.measurements = self.schedule(self.done), {}
+        batch = next(batches)
+        outcome = self.step(batch, self.values, derive_seed(self.seed, "step", self.done, self.ranks.rank))
+        self.done += 1
+        return batch, outcome
+
+    def _reads_here(self) -> bool:
+        """Whether some callback reads here; asked of all callbacks, so that all processes read at the same steps."""
+        return any(callback.reads(self.done) for callback in self.callbacks)
+
+    def _judge(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Count steps that were skipped because their loss was not finite."""
+        for number, outcome in enumerate(outcomes, start=self.done - len(outcomes) + 1):
+            if outcome.updated:
+                self.loss, self.not_finite_in_a_row = outcome.loss, 0
+                continue
+            self.not_finite += 1
+            self.not_finite_in_a_row += 1
+            self.warn(f"Step {number}: the loss or its gradient is not finite ({outcome.loss}); the step was skipped.")
+            if self.not_finite_in_a_row >= self.max_not_finite:
+                raise TrainingDiverged(
+                    f"The loss was not finite for {self.max_not_finite} steps in a row, up to step {number}: {self.remedy}."
+                )
+
+    def _active(self) -> list[Callback]:
+        return [callback for callback in self.callbacks if self.ranks.is_main or callback.on_every_rank]
+
+    def checkpoint(self, run: dict[str, Any]) -> Checkpoint:
+        """Return everything needed to continue, with `run`: plain values that identify what is being trained."""
+        state = {"run": run, "not_finite": self.not_finite, "not_finite_in_a_row": self.not_finite_in_a_row}
+        tensors = collect_tensors(self.model, self.optimiser)
+        for callback in self.callbacks:
+            tensors |= callback.tensors()
+            if callback.name:
+                state[callback.name] = callback.state()
+        return Checkpoint(self.done, tensors, state)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint."""
+        restore_tensors(checkpoint, self.model, self.optimiser)
+        self.done, self.not_finite = checkpoint.step, checkpoint.state["not_finite"]
+        self.not_finite_in_a_row = checkpoint.state["not_finite_in_a_row"]
+        for callback in self.callbacks:
+            if callback.name:
+                callback.restore(checkpoint.state.get(callback.name, {}), checkpoint.tensors)
+
+
+class Interruption:
+    """Whether, and by which signal, the process was asked to stop."""
+
+    signal_name: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal_name is not None
+
+
+@contextmanager
+def catch_interruption() -> Iterator[Interruption]:
+    """Note the first SIGTERM or Ctrl-C instead of ending the process; a second one ends it as usual."""
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interruption.signal_name = signal.Signals(number).name
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,174 @@
+"""New runs: what they learn from, what they write to their directory, and what is refused before anything is written."""
+
+import itertools
+import math
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, quietly, run
+from tiny_run import CPU, assert_same_checkpoint, checkpoint_at, tiny_config, write_images
+
+from stop_mim.errors import InputError
+from stop_mim.exchange.loading import load_encoder
+from stop_mim.training import pretrain
+from stop_mim.training.checkpoint import checkpoints_in
+from stop_mim.training.config import (
+    CheckpointConfig,
+    EncoderConfig,
+    MaskConfig,
+    ObjectiveConfig,
+    PositionsConfig,
+    PredictorConfig,
+    SpeedConfig,
+    TrainConfig,
+)
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.feasibility import split_batch
+from stop_mim.training.pretrain import train
+from stop_mim.training.run_folder import RunFolder, read_metrics
+from stop_mim.training.step import TrainingStep
+
+MAE = {"objective": ObjectiveConfig("mae"), "masks": MaskConfig("random")}
+DATA2VEC = {
+    "objective": ObjectiveConfig("data2vec", target_layers=2, beta=2.0),
+    "masks": MaskConfig("blockwise", mask_ratio=0.6),
+}
+OBJECTIVES = {
+    "mae": MAE | {"positions": PositionsConfig(kind="sincos")},
+    "stop-mae": MAE | {"positions": MOVING},
+    "data2vec": DATA2VEC | {"positions": PositionsConfig(kind="sincos")},
+    "stop-data2vec": DATA2VEC | {"positions": MOVING},
+    "ijepa from two layers": {"objective": ObjectiveConfig(target_layers=2, beta=0.5)},
+}
+
+
+@pytest.mark.parametrize("case", OBJECTIVES)
+def test_a_run_of_any_objective_learns_and_is_resumed_bit_for_bit(tmp_path, case):
+    groups = OBJECTIVES[case]
+    run(tiny_config(out=tmp_path / "whole", **groups))
+    run(tiny_config(out=tmp_path / "parts", stop_after_steps=MID_EPOCH, **groups))
+    assert go_on(tmp_path / "parts").finished
+    whole, parts = checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL)
+    assert whole.state == parts.state
+    assert whole.tensors.keys() == parts.tensors.keys()
+    assert all(torch.equal(tensor, parts.tensors[name]) for name, tensor in whole.tensors.items())
+    lines = read_metrics(tmp_path / "whole")
+    assert sum(line["loss"] for line in lines[-5:]) < sum(line["loss"] for line in lines[:5])
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    # The encoder file is the target encoder; MAE has none.
+    kept = "model.encoder.vit." if "mae" in case else "model.target.vit."
+    for name, tensor in load_encoder(tmp_path / "whole").vit.state_dict().items():
+        assert torch.equal(tensor, whole.tensors[kept + name]), name
+
+
+def test_a_run_that_recomputes_activations_learns_the_same_to_the_bit(tmp_path):
+    config = tiny_config(out=tmp_path / "plain", positions=MOVING)
+    run(config)
+    run(replace(config, out=str(tmp_path / "recomputed"), speed=replace(config.speed, recompute=True)))
+    assert_same_checkpoint(checkpoint_at(tmp_path / "plain", TOTAL), checkpoint_at(tmp_path / "recomputed", TOTAL))
+    assert comparable(tmp_path / "plain") == comparable(tmp_path / "recomputed")
+
+
+def test_weights_move_and_depend_on_the_seed(tmp_path):
+    run(tiny_config(out=tmp_path / "a"))
+    run(tiny_config(out=tmp_path / "b", seed=1))
+    run(tiny_config(out=tmp_path / "c", stop_after_steps=1))
+    name = "model.encoder.vit.blocks.0.attn.qkv.weight"
+    ends = [checkpoint_at(tmp_path / out, step).tensors[name] for out, step in (("a", 21), ("b", 21), ("c", 1))]
+    assert all(not torch.allclose(one, other, atol=1e-3) for one, other in itertools.combinations(ends, 2))
+
+
+@pytest.mark.parametrize("compat", [None, "release"])
+def test_masks_that_change_their_size_are_not_compiled_as_fixed_ones(tmp_path, monkeypatch, compat):
+    def accelerated(step, speed, steps, say, warn, fixed_shapes):
+        found.append(fixed_shapes)
+        return step
+
+    found = []
+    monkeypatch.setattr(pretrain, "accelerate", accelerated)
+    encoder = EncoderConfig("tiny", image_size=(32, 32), patch_size=4, width=24, depth=2, heads=2)
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=1, encoder=encoder, masks=MaskConfig(compat=compat)))
+    assert found == [compat is None]
+
+
+def test_checkpoints_are_pruned_except_milestones_which_need_not_be_regular_ones(tmp_path):
+    # Seven steps an epoch: a milestone falls between the checkpoints of every fifth step.
+    run(tiny_config(out=tmp_path / "run", checkpoint=CheckpointConfig(5, keep=1, milestone_every_epochs=2)))
+    assert list(checkpoints_in(tmp_path / "run" / "checkpoints")) == [14, 21]
+
+
+def test_a_directory_is_named_after_the_recipe_and_never_used_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result, text = quietly(train, tiny_config(stop_after_steps=1), recipe="tiny")
+    assert result.folder.parent == Path("runs")
+    assert result.folder.name.startswith("tiny-")
+    assert RunFolder(result.folder).config().out == str(result.folder)
+    assert "56 images" in text
+    with pytest.raises(InputError, match="already holds a run"):
+        run(tiny_config(out=result.folder))
+
+
+def test_a_run_can_begin_anew_where_one_was_ended_by_bad_images(tmp_path):
+    data = write_images(tmp_path / "images", count=104)
+    good = {number: (data / f"{number:03d}.png").read_bytes() for number in (3, 50)}
+    for number, content in good.items():
+        (data / f"{number:03d}.png").write_bytes(content[:60])
+    config = tiny_config(data, tmp_path / "run", stop_after_steps=2)
+    with pytest.raises(InputError, match="2 of the 104 images"):
+        run(config)
+    assert len((tmp_path / "run" / "bad_images.txt").read_text().splitlines()) == 2
+    (data / "050.png").write_bytes(good[50])
+    run(config)
+    (line,) = (tmp_path / "run" / "bad_images.txt").read_text().splitlines()
+    assert "003.png" in line
+
+
+def test_a_run_that_fails_leaves_no_worker_behind_and_says_so_in_its_status(tmp_path, monkeypatch):
+    taken, real = itertools.count(1), TrainingStep.__call__
+
+    def fails(step, batches, values, seed):
+        if next(taken) == 3:
+            raise RuntimeError(f"unforeseen, beside {len(multiprocessing.active_children())} workers")
+        return real(step, batches, values, seed)
+
+    monkeypatch.setattr(TrainingStep, "__call__", fails)
+    config = tiny_config(write_images(tmp_path / "images"), tmp_path / "run")
+    with pytest.raises(RuntimeError, match="beside 2 workers"):
+        run(replace(config, speed=replace(config.speed, loader="streaming", workers=2)))
+    assert not multiprocessing.active_children()
+    status = RunFolder(tmp_path / "run").status()
+    assert (status["state"], status["step"], status["total_steps"]) == ("failed", 2, TOTAL)
+    assert status["message"] == "unforeseen, beside 2 workers"
+
+
+def test_bad_input_is_refused_before_the_data_are_read_and_the_directory_is_made(tmp_path):
+    def refused(message, **groups):
+        with pytest.raises(InputError, match=message):
+            run(tiny_config(**{"data": tmp_path / "missing", "out": tmp_path / "run", **groups}))
+        assert not (tmp_path / "run").exists()
+
+    refused("missing")
+    refused(r"optim\.batch_size is 8", speed=SpeedConfig("cpu", batch_size_per_device=3))
+    refused("masks", masks=MaskConfig(context_tokens=16))
+    refused("tight", positions=PositionsConfig(covariance="tight"))
+    refused(r"predictor\.width is 18", predictor=PredictorConfig(18, 1, 2))
+    refused(r"masks\.kind is multiblock", objective=ObjectiveConfig("data2vec"))
+    refused(r"target_layers is 3", objective=ObjectiveConfig(target_layers=3))
+    refused(r"speed\.graph is True", speed=SpeedConfig("cpu", graph=True))
+    refused("data is not given", data="")
+    refused("no larger than the data", data="scenes:count=4,size=32")
+
+
+def test_batches_are_split_over_devices_and_accumulated():
+    def split(batch_size, per_device, world_size):
+        config = TrainConfig(speed=SpeedConfig(batch_size_per_device=per_device))
+        config = replace(config, optim=replace(config.optim, batch_size=batch_size))
+        return split_batch(config, Ranks(0, world_size, world_size, CPU))
+
+    assert [split(*case) for case in ((64, None, 1), (64, None, 4), (64, 8, 4))] == [(64, 1), (16, 1), (8, 2)]
+    for refused in ((64, 8, 3), (64, 128, 1), (2, None, 4)):
+        with pytest.raises(InputError, match=f"optim.batch_size is {refused[0]}"):
+            split(*refused)
