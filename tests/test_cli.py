@@ -68,7 +68,7 @@ def test_help_of_a_recipe_explains_every_field(capsys, recipe):
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for text in (
         "--optim.lr",
-        "Learning rate at its peak.",
+        "Peak learning rate.",
         "--positions.sigma",
         "the variance of n",
         "--speed.compile",
@@ -147,7 +147,15 @@ def test_a_run_is_made_refused_a_second_time_resumed_and_protected(capsys, tmp_p
     shown = capsys.readouterr()
     assert f"Go on with: stop-mim resume {run}" in shown.out
     assert "streaming: 24 images" in shown.err
-    expected = {"config.json", "environment.json", "metrics.jsonl", "log.txt", "tensorboard", "checkpoints"}
+    expected = {
+        "config.json",
+        "environment.json",
+        "status.json",
+        "metrics.jsonl",
+        "log.txt",
+        "tensorboard",
+        "checkpoints",
+    }
     assert {file.name for file in run.iterdir()} == expected | {"encoder.safetensors"}
     assert "already holds a run" in complaint(capsys, *pretrain)
     main(["resume", str(run), "--speed.workers", "0"])

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from stop_mim.benchmark.timing import Spread, Work, call_seconds, waited_seconds
+from stop_mim.benchmark.timing import Spread, Work, call_seconds, run_seconds
 from stop_mim.errors import first_line
 from stop_mim.masking import Masks
 from stop_mim.models.data2vec import Data2Vec
@@ -40,7 +40,8 @@ def measure_parts(
     with closing(run.images.starting_at(0)) as images:
         if uses_data:
             show(DATA)
-            found[DATA] = Spread.of(waited_seconds(lambda: next(images), device, calls, warmup))
+            seconds = run_seconds(lambda: next(images), device, steps=1, repeats=warmup + calls)
+            found[DATA] = Spread.of(seconds[warmup:])
         batch = next(images)
     # In training, too, masks are drawn outside the graph.
     found[MASKS] = measure(MASKS, lambda: inputs.draw_masks(0), capturable=False)

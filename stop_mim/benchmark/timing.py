@@ -110,18 +110,6 @@ def call_seconds(work: Work, device: torch.device, calls: int, warmup: int) -> l
     return [start.elapsed_time(end) / 1000 for start, end in events]
 
 
-def waited_seconds(work: Work, device: torch.device, calls: int, warmup: int) -> list[float]:
-    """Return the wall time of each call, including the wait for the device: for work that the host does too."""
-
-    def waited() -> None:
-        work()
-        wait_for(device)
-
-    for _ in range(warmup):
-        waited()
-    return [_clocked(waited) for _ in range(calls)]
-
-
 def _clocked(work: Work) -> float:
     start = time.perf_counter()
     work()

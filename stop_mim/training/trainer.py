@@ -172,9 +172,9 @@ class Trainer:
             self.not_finite_in_a_row += 1
             self.warn(f"Step {number}: the loss or its gradient is not finite ({outcome.loss}); the step was skipped.")
             if self.not_finite_in_a_row >= self.max_not_finite:
-                raise TrainingDiverged(
-                    f"The loss was not finite for {self.max_not_finite} steps in a row, up to step {number}: {self.remedy}."
-                )
+                many = f"{self.max_not_finite} steps in a row, up to step {number}"
+                steps = f"in step {number}" if self.max_not_finite == 1 else f"for {many}"
+                raise TrainingDiverged(f"The loss was not finite {steps}: {self.remedy}.")
 
     def _active(self) -> list[Callback]:
         return [callback for callback in self.callbacks if self.ranks.is_main or callback.on_every_rank]

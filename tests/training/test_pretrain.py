@@ -156,6 +156,7 @@ def test_bad_input_is_refused_before_the_data_are_read_and_the_directory_is_made
     refused("tight", positions=PositionsConfig(covariance="tight"))
     refused(r"predictor\.width is 18", predictor=PredictorConfig(18, 1, 2))
     refused(r"masks\.kind is multiblock", objective=ObjectiveConfig("data2vec"))
+    refused(r"positions\.kind is learned", **DATA2VEC, positions=PositionsConfig(kind="learned"))
     refused(r"target_layers is 3", objective=ObjectiveConfig(target_layers=3))
     refused(r"speed\.graph is True", speed=SpeedConfig("cpu", graph=True))
     refused("data is not given", data="")
