@@ -44,10 +44,6 @@ PARTS_NOTE = (
     "Each part is timed on its own, so that they need not add up to the step; backward is forward and backward together less "
     "the forward."
 )
-SHARED_NOTE = (
-    "predictor.shared_context is on: ours computes the context tokens of the predictor once for all blocks, which is less to "
-    "do than in the others."
-)
 
 
 def run_bench(
@@ -147,7 +143,7 @@ def _execution(workload: Workload) -> str:
     """How the step ran, in words."""
     ways = ["compiled" if workload.is_compiled else "eager", "captured as a CUDA graph" if workload.is_captured else ""]
     speed = workload.config.speed
-    chosen = {"target in fp8": speed.fp8_target, "tokens in bf16": speed.half_residual, "recomputed": speed.recompute}
+    chosen = {"recomputed": speed.recompute}
     ways += [way for way, is_on in chosen.items() if is_on]
     return ", ".join(way for way in ways if way)
 
@@ -173,7 +169,6 @@ def _compare(
 
     others, notes = measure_comparison(contenders, setting, batch, bench, tell)
     ceilings.append(matrix_ceiling(device, multiplied_in(setting.config, device)))
-    notes += [SHARED_NOTE] if setting.config.predictor.shared_context else []
     return replace(
         report,
         comparison=(ours, *others),

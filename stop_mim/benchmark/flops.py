@@ -56,14 +56,6 @@ def layers_flops(tokens: int, dimensions: Dimensions) -> int:
     return dimensions.depth * (linear + attention)
 
 
-def shared_context_flops(counts: TokenCounts, dimensions: Dimensions) -> int:
-    """Of layers in which the context sees itself, and each block the context and itself: what it sees alone is counted."""
-    masked = counts.blocks * counts.target
-    seen = counts.context**2 + masked * (counts.context + counts.target)
-    not_seen = (counts.context + masked) ** 2 - seen
-    return layers_flops(counts.context + masked, dimensions) - dimensions.depth * 4 * not_seen * dimensions.width
-
-
 def encoder_dimensions(config: EncoderConfig) -> Dimensions:
     """Width, depth and heads as the configuration has them."""
     given = {name: getattr(config, name) for name in ("width", "depth", "heads") if getattr(config, name) is not None}
@@ -83,8 +75,6 @@ def learned_flops(config: TrainConfig, counts: TokenCounts) -> dict[str, PartFlo
     predictor = Dimensions(width, config.predictor.depth, 1, PREDICTOR_MLP_RATIO)
     outputs = pixels if config.objective.kind == "mae" else encoder.width
     layers = counts.blocks * layers_flops(counts.context + counts.target, predictor)
-    if config.predictor.shared_context and config.objective.kind == "ijepa":
-        layers = shared_context_flops(counts, predictor)
     ends = 2 * counts.context * encoder.width * width + 2 * masked * width * outputs
     return {
         "encoder": PartFlops(layers_flops(counts.context, encoder), embedding),
