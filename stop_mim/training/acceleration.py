@@ -142,6 +142,8 @@ class CapturedStep:
             raise
         # An objective may do something that cannot be recorded. The step has not run, and can be taken plainly.
         except Exception as error:
+            # The old generator may believe that it is still being captured.
+            self._step.generator = torch.Generator(self._step.ranks.device)
             self._give_up(first_line(error))
             return None
         self._recorded = graph, outcome

@@ -5,7 +5,7 @@ layout of the linear layer before it. For NVIDIA GPUs; everything else is comput
 """
 
 import math
-from typing import Any, Literal, no_type_check
+from typing import Any, no_type_check
 
 import torch
 import torch.nn.functional as F
@@ -159,7 +159,7 @@ class ShortAttention(nn.Module):
         self.qkv, self.proj, self.num_heads = attention.qkv, attention.proj, attention.num_heads
 
     def forward(
-        self, x: Float[Tensor, "batch n dim"], attn_mask: None = None, is_causal: Literal[False] = False
+        self, x: Float[Tensor, "batch n dim"], attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Float[Tensor, "batch n dim"]:
         """Return the attended tokens. The last two arguments are those of timm's layers; only their defaults work."""
         if attn_mask is not None or is_causal:
