@@ -31,7 +31,6 @@ from stop_mim.training.recipes import find_recipe
 B = {"masks.context_tokens": 49, "masks.target_tokens": 33, "optim.batch_size": 256}
 L = {**B, "optim.batch_size": 128}
 S = {"masks.context_tokens": 20, "masks.target_tokens": 12}
-SHARED = {"predictor.shared_context": True, "predictor.heads": 6}
 EAGER = {"speed.compile": False, "speed.graph": False}
 # Kinds of kernels by their names, the first that fits.
 KERNELS = {
@@ -47,24 +46,14 @@ KERNELS = {
     "memset|memcpy": "copies",
 }
 OTHERS = {"plain": "plain PyTorch", "lightly": "lightly", "stable-pretraining": "stable-pretraining"}
-COARSE = {"speed.fp8_target": True, "speed.half_residual": True}
 
 # Name of a row: recipe, what it changes, and how it is measured.
 ROWS = {
     "B": ("stop-vitb16", B, "step"),
     "B fixed positions": ("ijepa-vitb16", B, "step"),
-    "B fp8 target": ("stop-vitb16", {**B, "speed.fp8_target": True}, "step"),
-    "B half residual": ("stop-vitb16", {**B, "speed.half_residual": True}, "step"),
-    "B shared context, 6 heads": ("stop-vitb16", {**B, **SHARED}, "step"),
-    "B shared context, 6 heads, fp8 target, half residual": ("stop-vitb16", {**B, **SHARED, **COARSE}, "step"),
     "L": ("stop-vitl16", L, "step"),
     "S": ("stop-tiny-imagenet", S, "data"),
     "S of 2048": ("stop-tiny-imagenet", {**S, "optim.batch_size": 2048}, "data"),
-    "S of 2048, shared context, fp8 target, half residual": (
-        "stop-tiny-imagenet",
-        {**S, **COARSE, "optim.batch_size": 2048, "predictor.shared_context": True},
-        "data",
-    ),
     "parts of B": ("stop-vitb16", B, "parts"),
     "B eager, captured": ("stop-vitb16", {**B, "speed.compile": False}, "step"),
     "B eager": ("stop-vitb16", {**B, **EAGER}, "step"),

@@ -54,7 +54,7 @@ def make_covariance(name: str, dim: int, projection: nn.Linear | None) -> Covari
     if (found is None) != (form.parameter is None):
         given = name.partition("(")[0] + (f"({form.parameter})" if form.parameter else "")
         raise InputError(f"covariance is '{name}': write {given}.")
-    return form(dim, projection) if found is None else form(dim, projection, int(found[2]))  # type: ignore[call-arg]
+    return form(dim, projection) if found is None else form(dim, projection, int(found[2]))
 
 
 @covariance("tied")

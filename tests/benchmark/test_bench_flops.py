@@ -1,7 +1,5 @@
 """Counted operations against those that torch counts while a step runs."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -72,17 +70,6 @@ def test_a_step_asks_for_what_torch_counts(config):
     spared = left_out(config, counts)
     assert counted(lambda: objective(images, masks)) == forward - spared
     assert counted(lambda: objective(images, masks).backward()) == step_flops(config, counts, IMAGES) - 3 * spared
-
-
-def test_a_shared_context_is_computed_once_and_what_is_not_seen_does_not_count():
-    config = config_of(positions=PositionsConfig(kind="sincos"))
-    shared = replace(config, predictor=replace(PREDICTOR, shared_context=True))
-    counts = TokenCounts(grid=48, context=10, blocks=4, target=5)
-    given, changed = (learned_flops(one, counts)["predictor"].forward for one in (config, shared))
-    width, depth = PREDICTOR.width, PREDICTOR.depth
-    # Three of four times, the context's tokens are spared: twelve products of a width by itself each, and what they see.
-    spared = 3 * 10 * 2 * 12 * width**2 + 3 * 4 * width * 10 * (10 + 5) + 4 * width * 10 * 5
-    assert given - changed == depth * spared
 
 
 def test_counts_are_those_of_the_masks():

@@ -72,7 +72,7 @@ def test_loss_gradients_and_target_are_ours(plain):
         assert one.weight.grad.abs().max() > 0
         assert torch.allclose(one.weight.grad, another.weight.grad, atol=1e-5)
     assert torch.allclose(ours.predictor.mask_token.grad, theirs.predictor.mask_token.grad, atol=1e-5)
-    ours.update_target(0.9)
+    ours.move_target(0.1)
     theirs.update_target(0.9)
     assert torch.allclose(ours.target.vit.norm.weight, theirs.target.norm.weight)
     assert not torch.equal(theirs.target.norm.weight, theirs.encoder.norm.weight)

@@ -71,9 +71,8 @@ OTHER = {
         "width": 48,
         "depth": 3,
         "heads": 2,
-        "drop_path": 0.1,
     },
-    "predictor": {"width": 32, "depth": 2, "heads": 4, "shared_context": True},
+    "predictor": {"width": 32, "depth": 2, "heads": 4},
     "positions": {
         "kind": "learned",
         "sigma": 0.5,
@@ -135,8 +134,6 @@ OTHER = {
         "decode": "cpu",
         "compile": True,
         "graph": False,
-        "fp8_target": True,
-        "half_residual": True,
         "recompute": True,
     },
     "log": {"every_steps": 2, "health_every_steps": 3, "tensorboard": False},
@@ -218,7 +215,6 @@ def test_every_field_has_a_docstring(module):
 
 
 BAD = [
-    ("objective", "kind", "MAE"),
     ("objective", "target_layers", 0),
     ("objective", "beta", 0.0),
     ("objective", "beta", math.inf),
@@ -227,10 +223,8 @@ BAD = [
     ("encoder", "width", 0),
     ("encoder", "depth", 0),
     ("encoder", "heads", -1),
-    ("encoder", "drop_path", 1.0),
     ("predictor", "heads", 0),
     ("predictor", "heads", -1),
-    ("positions", "kind", "stochastc"),
     ("positions", "sigma", -0.1),
     ("positions", "sigma", math.nan),
     ("positions", "sigma_start", math.inf),
@@ -239,7 +233,6 @@ BAD = [
     ("positions", "convention", "Paper"),
     ("positions", "jitter_scale", -0.5),
     ("positions", "jitter_scale", math.nan),
-    ("masks", "kind", "blocks"),
     ("masks", "compat", "paper"),
     ("masks", "target_tokens", 0),
     ("masks", "context_tokens", 0),

@@ -12,15 +12,11 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_i
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
-from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import (
     CheckpointConfig,
     EncoderConfig,
     MaskConfig,
-    PredictorConfig,
-    from_json,
-    to_json,
 )
 from stop_mim.training.loop import train
 from stop_mim.training.run_folder import RunFolder, read_metrics
@@ -33,12 +29,6 @@ def test_a_run_that_computes_its_layers_again_learns_the_same_to_the_bit(tmp_pat
     run(replace(config, out=str(tmp_path / "recomputed"), speed=replace(config.speed, recompute=True)))
     assert_same_checkpoint(checkpoint_at(tmp_path / "plain", TOTAL), checkpoint_at(tmp_path / "recomputed", TOTAL))
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "recomputed")
-
-
-def test_the_configuration_decides_whether_blocks_share_a_context():
-    for shared in (False, True):
-        config = tiny_config(predictor=PredictorConfig(16, 2, 2, shared_context=shared))
-        assert build_objective(from_json(to_json(config))).predictor.shared_context == shared
 
 
 @pytest.mark.parametrize("compat", [None, "release"])

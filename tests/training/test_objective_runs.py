@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, run
-from timm.models.vision_transformer import Block
-from tiny_run import checkpoint_at, tiny_config, tiny_objective, write_colours
+from tiny_run import checkpoint_at, tiny_config, write_colours
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
@@ -63,20 +62,11 @@ def test_a_probe_of_another_objective_changes_nothing_in_it(tmp_path, case):
     assert scores[-1]["probe/knn_top1"] > 50
 
 
-def test_the_layers_of_an_objective_are_its_transformer_layers_each_once():
-    for groups, layers in ((MAE, 3), (DATA2VEC, 4), ({}, 5), (OBJECTIVES["ijepa from two layers"], 5)):
-        objective = tiny_objective(**groups)
-        found = objective.layers()
-        assert len(found) == layers
-        assert len(set(found)) == layers
-        assert set(found) == {module for module in objective.modules() if isinstance(module, Block)}
-
-
 def test_what_an_objective_cannot_do_is_refused_before_the_data_are_read(tmp_path):
     for groups, text in (
         ({"objective": ObjectiveConfig("data2vec")}, r"masks\.kind is multiblock"),
         (DATA2VEC | {"positions": PositionsConfig(kind="learned")}, r"positions\.kind is learned"),
-        ({"objective": ObjectiveConfig(target_layers=3)}, r"objective\.target_layers is 3: the encoder has 2 layers"),
+        ({"objective": ObjectiveConfig(target_layers=3)}, r"objective\.target_layers is 3"),
     ):
         with pytest.raises(InputError, match=text):
             run(tiny_config(tmp_path / "missing", tmp_path / "run", **groups))

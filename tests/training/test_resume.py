@@ -12,7 +12,7 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_i
 
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
-from stop_mim.training.config import CheckpointConfig, MaskConfig, PositionsConfig, PredictorConfig, SpeedConfig
+from stop_mim.training.config import CheckpointConfig, MaskConfig, PositionsConfig, SpeedConfig
 from stop_mim.training.loop import Run, resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
@@ -39,11 +39,7 @@ CASES = {
     "release": {"positions": replace(MOVING, convention="release", apply_to="both", covariance="low_rank(2)")},
     "random masks": {"masks": MaskConfig(kind="random")},
     "bf16": {"speed": SpeedConfig("cpu", "bf16", 4)},
-    "bf16 between layers": {"speed": SpeedConfig("cpu", "bf16", 4, half_residual=True)},
-    "shared context, recomputed": {
-        "predictor": PredictorConfig(16, 1, 2, shared_context=True),
-        "speed": SpeedConfig("cpu", batch_size_per_device=4, recompute=True),
-    },
+    "recomputed": {"speed": SpeedConfig("cpu", batch_size_per_device=4, recompute=True)},
 }
 
 
