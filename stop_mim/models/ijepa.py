@@ -24,11 +24,18 @@ Features = Float[Tensor, "batch n_blocks n_target dim"]
 
 
 class IJEPA(TargetObjective):
-    """The objective of I-JEPA and StoP; it owns the target encoder.
+    """The objective of I-JEPA and StoP.
+
+    1. The encoder sees the context patches and computes their features s.
+    2. The predictor gets context tokens A s + b + ψ and, for each target block, masked tokens ψ̂ + m̃. It predicts the
+       features of the block. Fixed positions, ψ̂ = ψ, are I-JEPA; noisy ones, ψ̂ = A n + ψ, are StoP.
+    3. The target encoder, a moving average of the encoder, sees the whole image. Its layer-normed features of the target
+       blocks are the targets.
+    4. The loss is smooth-L1. Gradients reach encoder and predictor, not the target encoder.
 
     Args:
-        encoder: sees the context patches.
-        predictor: predicts the features of the target blocks from the encoder's features of the context.
+        encoder: the encoder that is trained; the target encoder starts as a copy.
+        predictor: predicts the features of the target blocks.
         target_layers: number of last layers of the target encoder whose layer-normed features are averaged; I-JEPA has 1.
         beta: error above which smooth-L1 is linear.
         target_resolution: "full", or targets at half the resolution by "bilinear" resizing or "max" pooling.
@@ -73,22 +80,22 @@ class IJEPA(TargetObjective):
     @torch.no_grad()
     def target_features(self, images: Images, masks: Masks) -> Features:
         """Return the layer-normed features of the target blocks; the target encoder sees the whole image."""
-        wanted = masks.targets.flatten(1)
-        if self.target_layers == 1 and self.target_resolution == "full":
-            tokens = self.tokens_at(self.target, images, wanted).float()
+        wanted, blocks = masks.targets.flatten(1), masks.targets.shape[1:]
+        if self.target_layers > 1 or self.target_resolution != "full":
+            return gather_patches(self._other_targets(images), wanted).unflatten(1, blocks)
+        tokens = self.tokens_at(self.target, images, wanted).float()
+        return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, blocks)
+
+    def _other_targets(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
+        """Return the targets of all patches, from several layers or at half the resolution."""
+        if self.target_layers == 1:
+            tokens = self.target(images)
         else:
-            whole = (
-                self.target(images)
-                if self.target_layers == 1
-                else top_layers_mean(self.target, images, self.target_layers, final_norm=True)
-            )
-            if self.target_resolution != "full":
-                whole = lower_resolution(whole, self.target.grid_of(images), self.target_resolution)
-            tokens = gather_patches(whole, wanted)
-        # A mean over layers is one of layer-normed features already.
-        if self.target_layers == 1 or self.target_resolution != "full":
-            tokens = F.layer_norm(tokens, tokens.shape[-1:])
-        return tokens.unflatten(1, masks.targets.shape[1:])
+            tokens = top_layers_mean(self.target, images, self.target_layers, final_norm=True)
+        if self.target_resolution == "full":
+            return tokens
+        tokens = lower_resolution(tokens, self.target.grid_of(images), self.target_resolution)
+        return F.layer_norm(tokens, tokens.shape[-1:])
 
 
 def tokens_at(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n dim"]:
