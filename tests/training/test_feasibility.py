@@ -31,7 +31,7 @@ def test_what_is_wrong_is_told_before_the_data_are_read_and_the_folder_is_made(t
     refused(r"optim\.batch_size is 8", speed=SpeedConfig("cpu", batch_size_per_device=3))
     refused("masks do not fit", masks=MaskConfig(context_tokens=16))
     refused("There is no covariance 'tight'", positions=PositionsConfig(covariance="tight"))
-    refused(r"predictor\.width is 18 .* multiple of 4", predictor=PredictorConfig(18, 1, 2))
+    refused(r"predictor\.width is 18: give a multiple of 4", predictor=PredictorConfig(18, 1, 2))
     refused("no larger than the data set", data="scenes:count=4,size=32")
 
 
