@@ -1,37 +1,68 @@
-"""Which patches are context and which are targets: sampled for a whole batch at once, on any device.
+"""Mask samplers: which patches are context and which are targets, for a whole batch at once, on any device.
 
-Token counts are fixed when a sampler is made, so that every batch has the same shapes; `docs/method.md` says how the
-counts are chosen and what is lost.
+The number of tokens is fixed when a sampler is made, so that all batches have the same shapes; docs/method.md describes
+how it is chosen and what is lost.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from stop_mim.constraints import ABOVE_ZERO, Checked, Interval, Number, OnlyWith
 from stop_mim.errors import InputError
 from stop_mim.positions import Grid, as_grid
+from stop_mim.registry import Registry
 
 Range = tuple[float, float]
 
-# A layout with too few context patches is drawn anew at most this often: with the default counts one in twenty is
-# short, so that less than one in a hundred thousand stays short.
+# Layouts drawn for each image, of which the first with enough context patches is used: with the default counts one in
+# twenty is short, so that less than one image in a hundred thousand stays short.
 LAYOUT_DRAWS = 4
-# The default counts are such that this part of the blocks, and of the contexts, is too small.
+# With the default counts, this fraction of the blocks, and of the contexts, is too small.
 TOO_SMALL_BLOCKS, TOO_SMALL_CONTEXTS = 0.10, 0.05
-# A context count that fewer layouts than this can give is refused.
+# A context count is an error if fewer layouts than this fraction can provide it.
 FEASIBLE_LAYOUTS, USUAL_LAYOUTS = 0.05, 0.5
 RELEASE_DRAWS = 100
-# So many blocks of the published sizes cover the published part of the patches for all but a few images.
+# This many blocks of the published sizes cover the published fraction of the patches in nearly all images.
 BLOCKWISE_DRAWS = 16
+
+MULTIBLOCK_ONLY = OnlyWith("masks.kind", ("multiblock",))
+
+
+@dataclass(frozen=True)
+class MaskConfig(Checked, group="masks"):
+    """Which patches are context and which are targets."""
+
+    kind: str = "multiblock"
+    """multiblock (I-JEPA's blocks), random (uniform, MAE) or blockwise (rectangles that are one target, data2vec)."""
+    n_blocks: Annotated[int, ABOVE_ZERO] = 4
+    """Target blocks an image."""
+    target_scale: Annotated[Range, Interval(1.0)] = (0.15, 0.2)
+    """Smallest and largest area of a target block, or of a blockwise rectangle, as a fraction of the image."""
+    target_aspect: Annotated[Range, Interval()] = (0.75, 1.5)
+    """Smallest and largest height over width of a target block, or of a blockwise rectangle."""
+    context_scale: Annotated[Range, Interval(1.0)] = (0.85, 1.0)
+    """Smallest and largest area of the context block, before the targets are removed from it."""
+    context_aspect: Annotated[Range, Interval()] = (1.0, 1.0)
+    """Smallest and largest height over width of the context block."""
+    target_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY] = None
+    """Patches kept of each target block; by default as many as nine blocks in ten have."""
+    context_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY] = None
+    """Patches kept of each context; by default as many as nineteen contexts in twenty have."""
+    mask_ratio: Annotated[float, Number("give a number above 0 and below 1", above=0, below=1)] = 0.75
+    """Fraction of the patches that random and blockwise masks make targets."""
+    compat: Annotated[Literal["release"] | None, MULTIBLOCK_ONLY] = None
+    """release: sample as the released I-JEPA and StoP code does, with its defects."""
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Patch indices, row-major over the grid, ascending: one set of context patches and some target blocks an image."""
+    """Patch indices, row-major over the grid and ascending: context patches and target blocks of each image."""
 
     context: Int[Tensor, "batch n_context"]
     targets: Int[Tensor, "batch n_blocks n_target"]
@@ -43,8 +74,62 @@ class Masks:
         return Masks(self.context[images], self.targets[images])
 
 
+@runtime_checkable
+class MaskSampler(Protocol):
+    """Draws masks; `repr` describes the sampler in the log."""
+
+    grid: Grid
+    context_tokens: int
+    target_tokens: int
+
+    @property
+    def has_fixed_counts(self) -> bool:
+        """Whether the masks of all batches have the same shape."""
+        ...
+
+    def sample(
+        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
+    ) -> Masks:
+        """Draw masks for a batch; the generator must be on the same device."""
+        ...
+
+
+MASKS: Registry[Callable[[MaskConfig, Grid], MaskSampler]] = Registry("kind of masks", __name__)
+"""Functions from options and grid to a sampler, by `masks.kind`."""
+
+
+def build_masks(config: MaskConfig, grid: Grid) -> MaskSampler:
+    """Build the sampler of `masks.kind`."""
+    return MASKS.find(config.kind)(config, grid)
+
+
+@MASKS.register("random")
+def _random(config: MaskConfig, grid: Grid) -> MaskSampler:
+    return RandomMasks(grid, config.mask_ratio)
+
+
+@MASKS.register("blockwise")
+def _blockwise(config: MaskConfig, grid: Grid) -> MaskSampler:
+    return BlockwiseMasks(grid, config.mask_ratio, config.target_scale, config.target_aspect)
+
+
+@MASKS.register("multiblock")
+def _multiblock(config: MaskConfig, grid: Grid) -> MaskSampler:
+    return MultiBlockMasks(
+        grid,
+        config.n_blocks,
+        config.target_scale,
+        config.target_aspect,
+        config.context_scale,
+        config.context_aspect,
+        config.target_tokens,
+        config.context_tokens,
+        config.compat,
+    )
+
+
 class RandomMasks:
-    """Uniform random masking: a part of the patches is the one target block, the rest is context."""
+    """Uniform random masking: a fraction of the patches is one target block, the rest is context."""
 
     has_fixed_counts = True
 
@@ -55,7 +140,7 @@ class RandomMasks:
     def sample(
         self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
     ) -> Masks:
-        """Masks for a batch; the generator must be on the same device."""
+        """Draw masks for a batch; the generator must be on the same device."""
         scores = torch.rand(batch_size, math.prod(self.grid), device=device, generator=generator)
         order = scores.argsort(dim=1)
         context, target = order.split([self.context_tokens, self.target_tokens], dim=1)
@@ -66,10 +151,10 @@ class RandomMasks:
 
 
 class BlockwiseMasks:
-    """Block-wise masking: the one target block is a union of rectangles of a fixed number of patches, the rest is context.
+    """Block-wise masking: one target block, a union of rectangles with a fixed number of patches; the rest is context.
 
-    Rectangles are drawn until they have that many patches; of the last one's, a uniformly random subset is kept. `scale` is
-    a part of the grid's area, `aspect` is height over width. Where all of them are too few, random patches fill up.
+    Rectangles are drawn until they cover that many patches; of the last one, a uniformly random subset is kept. If all of
+    them cover too few, random patches fill up. `scale` is a fraction of the grid's area, `aspect` is height over width.
     """
 
     has_fixed_counts = True
@@ -79,14 +164,14 @@ class BlockwiseMasks:
     ) -> None:
         self.grid = as_grid(grid)
         self.target_tokens, self.context_tokens = _split_patches(self.grid, mask_ratio)
-        _check_range("masks.target_scale", scale, upper=1.0)
-        _check_range("masks.target_aspect", aspect, upper=math.inf)
+        _check_range("masks.target_scale", scale, at_most=1.0)
+        _check_range("masks.target_aspect", aspect)
         self._shapes = BlockShapes.of(self.grid, scale, aspect)
 
     def sample(
         self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
     ) -> Masks:
-        """Masks for a batch; the generator must be on the same device."""
+        """Draw masks for a batch; the generator must be on the same device."""
         shapes = self._shapes.to(torch.device(device)).draw((batch_size, BLOCKWISE_DRAWS), generator)
         blocks = _place_blocks(shapes, self.grid, generator)
         numbers = torch.arange(BLOCKWISE_DRAWS, device=blocks.device)[:, None]
@@ -101,11 +186,19 @@ class BlockwiseMasks:
 
 
 class MultiBlockMasks:
-    """I-JEPA's masks: some rectangular target blocks, and one large context block minus the targets.
+    """I-JEPA's masks: several rectangular target blocks, and one large context block minus the targets.
 
-    Every image has block shapes and positions of its own; `scale` is a part of the grid's area, `aspect` is height over
-    width. `target_tokens` and `context_tokens` are the fixed counts: of a larger block or context, a uniformly random
-    subset of that size is kept. `compat="release"` samples as the released I-JEPA and StoP code does, with its defects.
+    Shapes and places of the blocks differ from image to image. Of a block or context with more patches than the fixed
+    count, a uniformly random subset is kept.
+
+    Args:
+        grid: rows and columns of patches.
+        n_blocks: target blocks an image.
+        target_scale, context_scale: smallest and largest area, as a fraction of the grid's.
+        target_aspect, context_aspect: smallest and largest height over width.
+        target_tokens, context_tokens: the fixed counts; by default most blocks and contexts have enough patches.
+        compat: "release" samples as the released I-JEPA and StoP code does, with its defects.
+        min_context: fewest context patches that the release's sampler accepts.
     """
 
     def __init__(
@@ -123,12 +216,12 @@ class MultiBlockMasks:
     ) -> None:
         self.grid, self.n_blocks, self.compat, self.min_context = as_grid(grid), n_blocks, compat, min_context
         if n_blocks < 1:
-            raise InputError(f"masks.n_blocks is {n_blocks}: at least one target block is needed.")
+            raise InputError(f"masks.n_blocks is {n_blocks}: give at least 1.")
         self._ranges = (target_scale, target_aspect, context_scale, context_aspect)
         for name, values in zip(
             ("target_scale", "target_aspect", "context_scale", "context_aspect"), self._ranges, strict=True
         ):
-            _check_range(f"masks.{name}", values, upper=1.0 if "scale" in name else math.inf)
+            _check_range(f"masks.{name}", values, at_most=1.0 if "scale" in name else math.inf)
         self._target_shapes = BlockShapes.of(self.grid, target_scale, target_aspect)
         self._context_shapes = BlockShapes.of(self.grid, context_scale, context_aspect)
         self._tables: dict[torch.device, tuple[BlockShapes, BlockShapes]] = {}
@@ -137,7 +230,7 @@ class MultiBlockMasks:
 
     @property
     def has_fixed_counts(self) -> bool:
-        """Whether all batches have masks of the same shape."""
+        """Whether the masks of all batches have the same shape."""
         return self.compat is None
 
     def _fix_target_tokens(self, wanted: int | None) -> None:
@@ -147,59 +240,59 @@ class MultiBlockMasks:
         if not 1 <= self.target_tokens <= int(areas.max()):
             raise InputError(
                 f"masks.target_tokens is {self.target_tokens}: target blocks on a grid of {_grid_name(self.grid)} have 1 "
-                f"to {int(areas.max())} patches; choose a number in between."
+                f"to {int(areas.max())} patches; choose a number in that range."
             )
         self._target_shapes = self._target_shapes.at_least(self.target_tokens)
 
     def _fix_context_tokens(self, wanted: int | None) -> None:
         if wanted is not None and wanted < 1:
-            raise InputError(f"masks.context_tokens is {wanted}: give a number above zero, or leave it out.")
+            raise InputError(f"masks.context_tokens is {wanted}: give a number above 0.")
         generator = torch.Generator().manual_seed(0)
         targets, context = self._draw_blocks(4096, "cpu", generator)
         available = (context & ~targets.any(1)).sum(1)
         self.mean_context_available = float(available.float().mean())
         spare = math.prod(self.grid) - self.n_blocks * self.target_tokens
         usual = int(available.float().quantile(TOO_SMALL_CONTEXTS, interpolation="lower"))
-        # Room beside blocks that do not overlap is worth some patches, but not most of them: many blocks do overlap.
+        # A context that fits beside blocks without overlap is worth some patches, but not most: many blocks do overlap.
         default = spare if usual / 2 < spare < usual else usual
         self.context_tokens = default if wanted is None else wanted
-        # Counts for which there may be no room beside blocks that do not overlap must be usual ones.
+        # A count that does not fit beside blocks without overlap must be possible in most layouts.
         least = FEASIBLE_LAYOUTS if self.context_tokens <= spare else USUAL_LAYOUTS
         feasible = float((available >= self.context_tokens).float().mean())
         if self.context_tokens < 1 or feasible < least:
             most = int(available.float().quantile(1 - least, interpolation="lower"))
             raise InputError(
-                f"The masks do not fit a grid of {_grid_name(self.grid)} patches: beside {self.n_blocks} target blocks of "
-                f"scale {self._ranges[0]} there is room for at most {most} context patches and {max(1, self.context_tokens)}"
-                " are wanted; use smaller or fewer blocks, fewer masks.context_tokens or smaller patches."
+                f"The masks do not fit a grid of {_grid_name(self.grid)} patches: {self.n_blocks} target blocks of scale "
+                f"{self._ranges[0]} leave {most} context patches, fewer than {max(1, self.context_tokens)}; use smaller or "
+                "fewer blocks, fewer masks.context_tokens or smaller patches."
             )
 
     def sample(
         self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
     ) -> Masks:
-        """Masks for a batch; the generator must be on the same device."""
+        """Draw masks for a batch; the generator must be on the same device."""
         if self.compat == "release":
             return self._sample_release(batch_size, device, generator)
         targets, context = self._draw_layouts(batch_size, device, generator)
         scores = torch.rand(targets.shape, device=device, generator=generator)
         chosen = scores.masked_fill(~targets, -1.0).topk(self.target_tokens, dim=-1).indices
         taken = torch.zeros_like(context).scatter(1, chosen.flatten(1), True)
-        # Patches outside both blocks, then target patches that were not chosen, fill a context that is short: rarely.
+        # A short context, which is rare, is filled with patches outside all blocks, then with target patches not chosen.
         free = ~targets.any(1)
         preference = (~taken).float() + free + (free & context)
         scores = preference + torch.rand(preference.shape, device=device, generator=generator)
         best = scores.topk(self.context_tokens, dim=-1)
-        # Where even these are too few, a patch is context twice: a target must never be.
+        # If even these are too few, a context patch is used twice: a target must never be context.
         context_indices = torch.where(best.values < 1, best.indices[:, :1], best.indices)
         return Masks(context_indices.sort(dim=-1).values, chosen.sort(dim=-1).values)
 
     def _draw_layouts(
         self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
     ) -> tuple[Bool[Tensor, "batch blocks patches"], Bool[Tensor, "batch patches"]]:
-        """Of a few layouts an image, the first that leaves enough context."""
+        """Draw a few layouts an image, and return the first with enough context patches."""
         targets, context = self._draw_blocks(batch_size * LAYOUT_DRAWS, device, generator)
         available = (context & ~targets.any(1)).sum(1).clamp(max=self.context_tokens).unflatten(0, (batch_size, -1))
-        # argmax may return any of equal values, so an earlier draw is made strictly better.
+        # argmax may return any of equal values: earlier draws are made strictly better.
         earliness = torch.arange(LAYOUT_DRAWS, 0, -1, device=available.device)
         best = (available * (LAYOUT_DRAWS + 1) + earliness).argmax(1)
         rows = best + torch.arange(batch_size, device=best.device) * LAYOUT_DRAWS
@@ -219,7 +312,7 @@ class MultiBlockMasks:
         return self._tables[device]
 
     def _sample_release(self, batch_size: int, device: torch.device | str, generator: torch.Generator | None) -> Masks:
-        """As the released code: one shape a batch, no last row or column, context cut to the shortest in raster order."""
+        """Sample as the released code: one shape a batch, no last row or column, contexts cut in raster order."""
         target_scale, target_aspect, context_scale, context_aspect = self._ranges
         for _ in range(RELEASE_DRAWS):
             target = self._release_blocks((batch_size, self.n_blocks), target_scale, target_aspect, device, generator)
@@ -230,8 +323,8 @@ class MultiBlockMasks:
                 break
         else:
             raise InputError(
-                f"The released sampler finds no layout with masks.min_context = {self.min_context} context patches on a grid"
-                f" of {_grid_name(self.grid)} for a batch of {batch_size}: use a smaller batch, or leave compat out."
+                f"The released sampler finds no layout with {self.min_context} context patches on a grid of "
+                f"{_grid_name(self.grid)} for a batch of {batch_size}: use a smaller batch, or masks.compat None."
             )
         first_in_raster_order = context.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
         targets = target.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
@@ -272,14 +365,14 @@ class MultiBlockMasks:
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """The block shapes that a scale and an aspect range can give on a grid, with their probabilities."""
+    """The block shapes that are possible for a range of scales and aspects on a grid, with their probabilities."""
 
     shapes: Int[Tensor, "n_shapes 2"]
     probabilities: Float[Tensor, "n_shapes"]
 
     @staticmethod
     def of(grid: Grid, scale: Range, aspect: Range, resolution: int = 256) -> "BlockShapes":
-        """Scale and aspect independent and uniform, sides rounded to whole patches, area kept where the grid is narrow."""
+        """Tabulate independent, uniform scales and aspects: sides in whole patches, the area kept where the grid is narrow."""
         middle = (torch.arange(resolution, dtype=torch.float64) + 0.5) / resolution
         areas = (math.prod(grid) * (scale[0] + middle * (scale[1] - scale[0])))[:, None]
         ratios = (aspect[0] + middle * (aspect[1] - aspect[0]))[None]
@@ -291,39 +384,39 @@ class BlockShapes:
         return BlockShapes(shapes, (counts / counts.sum()).float())
 
     def areas(self) -> Int[Tensor, "n_shapes"]:
-        """Patches in each shape."""
+        """Return the number of patches in each shape."""
         return self.shapes.prod(-1)
 
-    def area_quantile(self, part: float) -> int:
-        """The area that all but this part of the blocks reach."""
+    def area_quantile(self, fraction: float) -> int:
+        """Return the area that all but this fraction of the blocks reach."""
         areas, order = self.areas().sort()
         below = self.probabilities[order].cumsum(0)
-        return int(areas[min(int((below <= part).sum()), len(areas) - 1)])
+        return int(areas[min(int((below <= fraction).sum()), len(areas) - 1)])
 
     def at_least(self, area: int) -> "BlockShapes":
-        """Without the shapes smaller than this."""
+        """Return the shapes with at least this area."""
         large = self.areas() >= area
         return BlockShapes(self.shapes[large], self.probabilities[large] / self.probabilities[large].sum())
 
     def to(self, device: torch.device) -> "BlockShapes":
-        """On another device."""
+        """Return the table on another device."""
         return BlockShapes(self.shapes.to(device), self.probabilities.to(device))
 
     def draw(self, count: tuple[int, int], generator: torch.Generator | None) -> Int[Tensor, "layouts blocks 2"]:
-        """Independent shapes."""
+        """Draw independent shapes."""
         chance = torch.rand(count, device=self.shapes.device, generator=generator)
         drawn = torch.searchsorted(self.probabilities.cumsum(0), chance, right=True)
         return self.shapes[drawn.clamp(max=len(self.shapes) - 1)]
 
 
 def _split_patches(grid: Grid, mask_ratio: float) -> tuple[int, int]:
-    """How many patches are masked, and how many are not."""
+    """Return the numbers of masked and of other patches."""
     patches = math.prod(grid)
     masked = round(mask_ratio * patches)
     if not 1 <= masked < patches:
         raise InputError(
-            f"masks.mask_ratio is {mask_ratio}: on a grid of {_grid_name(grid)} it leaves {patches - masked} "
-            f"context and {masked} target patches, and at least one of each is needed."
+            f"masks.mask_ratio is {mask_ratio}: on a grid of {_grid_name(grid)} it gives {patches - masked} context and "
+            f"{masked} target patches, and both must be at least 1."
         )
     return masked, patches - masked
 
@@ -331,7 +424,7 @@ def _split_patches(grid: Grid, mask_ratio: float) -> tuple[int, int]:
 def _place_blocks(
     shapes: Int[Tensor, "layouts blocks 2"], grid: Grid, generator: torch.Generator | None
 ) -> Bool[Tensor, "layouts blocks patches"]:
-    """Blocks of these shapes anywhere on the grid, the last row and column included."""
+    """Place blocks of these shapes uniformly on the grid, including its last row and column."""
     limits = torch.stack([torch.full_like(shapes[..., axis], grid[axis]) for axis in (0, 1)], dim=-1)
     places = torch.rand(shapes.shape, device=shapes.device, generator=generator)
     corners = (places * (limits - shapes + 1)).long().minimum(limits - shapes)
@@ -350,11 +443,10 @@ def _block_masks(
     return (inside[0][..., :, None] & inside[1][..., None, :]).flatten(-2)
 
 
-def _check_range(name: str, values: Range, upper: float) -> None:
-    low, high = values
-    if not (0 < low <= high <= upper and math.isfinite(high)):
-        limit = f"at most {upper:g}" if math.isfinite(upper) else "finite"
-        raise InputError(f"{name} is {low:g} to {high:g}: give two ascending numbers above 0 and {limit}.")
+def _check_range(name: str, values: Range, at_most: float = math.inf) -> None:
+    interval = Interval(at_most)
+    if not interval.holds(values):
+        raise InputError(f"{name} is {values[0]:g} to {values[1]:g}: {interval.remedy}.")
 
 
 def _grid_name(grid: Grid) -> str:

@@ -18,6 +18,7 @@ PLUGINS_VARIABLE = "STOP_MIM_PLUGINS"
 PLUGINS_GROUP = "stop_mim.plugins"
 
 Entry = TypeVar("Entry")
+Registered = TypeVar("Registered")
 
 
 class Registry(Mapping[str, Entry], Generic[Entry]):
@@ -32,13 +33,14 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         self.kind, self._package = kind, package
         self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str) -> Callable[[Entry], Entry]:
+    def register(self, name: str) -> Callable[[Registered], Registered]:
         """Return a decorator that adds a function, class or object under `name`."""
 
-        def add(entry: Entry) -> Entry:
+        def add(entry: Registered) -> Registered:
             if name in self._entries and self._entries[name] is not entry:
                 raise ValueError(f"The {self.kind} '{name}' is registered twice: choose another name.")
-            self._entries[name] = entry
+            # The type of the entry is kept, so that a decorated function can still be called directly.
+            self._entries[name] = entry  # type: ignore[assignment]
             return entry
 
         return add

@@ -87,7 +87,7 @@ def test_help_of_a_recipe_explains_every_field(capsys, recipe):
         (["pretrain", "demo", "--positions.sigma", "-0.5"], "positions.sigma is -0.5"),
         (["pretrain", "demo", "--encoder.size", "tall"], "invalid choice 'tall'"),
         (["pretrain", "demo", "--masks.target-scale", "0.9", "1.0"], "The masks do not fit a grid of 6x6"),
-        (["pretrain", "demo", "--positions.covariance", "full"], "covariance is 'full'"),
+        (["pretrain", "demo", "--positions.covariance", "full"], "covariance 'full'"),
         (["pretrain", "demo", "--encoder.patch-size", "7"], "encoder.patch_size is 7"),
         (["pretrain", "demo", "--speed.device", "tpu"], "speed.device is 'tpu'"),
         (["pretrain", "demo", "--data", "no/such/folder"], "no/such/folder"),

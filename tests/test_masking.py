@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stop_mim.errors import InputError
-from stop_mim.masking import BlockShapes, Masks, MultiBlockMasks, RandomMasks
+from stop_mim.masking import BlockShapes, BlockwiseMasks, MaskConfig, Masks, MultiBlockMasks, RandomMasks, build_masks
 
 GRIDS = [(14, 14), (8, 8), (8, 16), (5, 9), (2, 32)]
 
@@ -165,7 +165,7 @@ def test_a_context_short_of_patches_holds_one_twice_and_not_a_target(monkeypatch
 
 @pytest.mark.parametrize("context_tokens", [32, 40, 52])
 def test_a_context_that_few_layouts_have_room_for_is_refused(context_tokens):
-    with pytest.raises(InputError, match=f"context patches and {context_tokens} are wanted"):
+    with pytest.raises(InputError, match=f"fewer than {context_tokens}"):
         MultiBlockMasks(8, target_tokens=12, context_tokens=context_tokens)
 
 
@@ -237,7 +237,7 @@ class TestRelease:
         (lambda: MultiBlockMasks(8, target_tokens=30), "masks.target_tokens is 30"),
         (lambda: MultiBlockMasks(8, target_tokens=0), "masks.target_tokens is 0"),
         (lambda: MultiBlockMasks(8, context_tokens=0), "masks.context_tokens is 0"),
-        (lambda: MultiBlockMasks(8, context_tokens=60), "at most 3[0-9] context patches and 60 are wanted"),
+        (lambda: MultiBlockMasks(8, context_tokens=60), "leave 3[0-9] context patches, fewer than 60"),
         (lambda: MultiBlockMasks(8, n_blocks=0), "masks.n_blocks is 0"),
         (lambda: RandomMasks(8, mask_ratio=1.0), "masks.mask_ratio is 1.0"),
     ],
@@ -261,3 +261,57 @@ def test_sampling_on_the_gpu_never_waits_for_it():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert masks.context.is_cuda
+
+
+@pytest.mark.parametrize("grid", [(14, 14), (8, 8), (5, 9)])
+def test_blockwise_masks_divide_the_patches_into_fixed_numbers(grid):
+    sampler = BlockwiseMasks(grid, mask_ratio=0.61)
+    masks = sampler.sample(32, generator=seeded())
+    patches = grid[0] * grid[1]
+    assert masks.targets.shape == (32, 1, round(0.61 * patches))
+    together = torch.cat([masks.context, masks.targets[:, 0]], dim=1)
+    assert torch.equal(together.sort(1).values, torch.arange(patches).expand(32, -1))
+    assert (masks.context.diff(dim=1) > 0).all()
+    assert (masks.targets.diff(dim=2) > 0).all()
+    again = sampler.sample(32, generator=seeded())
+    assert torch.equal(again.targets, masks.targets)
+    assert len(masks.targets.unique(dim=0)) == 32
+    assert repr(sampler).endswith(f"{patches - round(0.61 * patches)} context, {round(0.61 * patches)} target tokens)")
+
+
+def agreement(sampler):
+    """How often two patches side by side are both masked or both not."""
+    masks = sampler.sample(500, generator=seeded())
+    masked = torch.zeros(500, 14 * 14).scatter(1, masks.targets[:, 0], 1.0).unflatten(1, (14, 14))
+    return (masked[:, 1:] == masked[:, :-1]).float().mean().item()
+
+
+def test_blockwise_masks_are_blocks_and_random_ones_are_not():
+    # Independent patches agree with probability 0.6² + 0.4².
+    assert agreement(RandomMasks(14, 0.6)) == pytest.approx(0.52, abs=0.01)
+    assert agreement(BlockwiseMasks(14, 0.6)) > 0.8
+    # Rectangles of one patch are random masks: sixteen of them are too few, and random patches fill up.
+    assert agreement(BlockwiseMasks(14, 0.6, scale=(0.004, 0.006), aspect=(1, 1))) == pytest.approx(0.52, abs=0.01)
+
+
+def test_one_rectangle_that_is_large_enough_is_the_only_one():
+    masks = BlockwiseMasks((10, 10), mask_ratio=0.25, scale=(0.25, 0.25), aspect=(1, 1)).sample(50, generator=seeded())
+    rows, columns = masks.targets[:, 0] // 10, masks.targets[:, 0] % 10
+    assert ((rows.amax(1) - rows.amin(1)) == 4).all()
+    assert ((columns.amax(1) - columns.amin(1)) == 4).all()
+
+
+def test_blockwise_masks_that_cannot_be_are_refused():
+    with pytest.raises(InputError, match=r"masks\.mask_ratio is 1\.0"):
+        BlockwiseMasks(4, 1.0)
+    with pytest.raises(InputError, match=r"masks\.target_scale is 0\.5 to 0\.2"):
+        BlockwiseMasks(4, 0.5, scale=(0.5, 0.2))
+
+
+def test_samplers_are_built_by_name():
+    assert repr(build_masks(MaskConfig("random", mask_ratio=0.5), (4, 4))) == repr(RandomMasks(4, 0.5))
+    assert repr(build_masks(MaskConfig(n_blocks=2), (8, 8))) == repr(MultiBlockMasks(8, n_blocks=2))
+    with pytest.raises(InputError, match="'blockwize': did you mean 'blockwise'"):
+        build_masks(MaskConfig("blockwize"), (8, 8))
+    with pytest.raises(InputError, match=r"masks\.mask_ratio is 1\.5"):
+        MaskConfig(mask_ratio=1.5)

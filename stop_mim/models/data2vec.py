@@ -1,4 +1,4 @@
-"""data2vec: a student that sees mask tokens predicts what an average of itself over time makes of the whole image."""
+"""data2vec: a student that sees mask tokens predicts the features that its moving average computes from the whole image."""
 
 import torch
 import torch.nn.functional as F
@@ -7,19 +7,23 @@ from torch import Tensor, nn
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
+from stop_mim.models.build import build_encoder, build_positions
+from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.objective import TargetObjective, check_target_layers, top_layers_mean
-from stop_mim.positions import PROJECTION_INIT_STD, Positions
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, check_target_layers, top_layers_mean
+from stop_mim.models.predictor import NO_NOISE, MaskedTokens, Noise
+from stop_mim.positions import PROJECTION_INIT_STD
 
+Images = Float[Tensor, "batch 3 height width"]
 Features = Float[Tensor, "batch n_masked dim"]
 
 
 class PatchProjection(nn.Linear):
-    """The convolution that embeds patches, as the linear layer from pixels to features that it is; it owns no weights."""
+    """The convolution that embeds patches, as a linear layer from pixels to features; it owns no weights."""
 
     def __init__(self, convolution: nn.Conv2d) -> None:
         nn.Module.__init__(self)
-        # In a tuple, so that the layer is not registered here a second time.
+        # In a tuple, so that the layer is not registered a second time.
         self._convolution = (convolution,)
         self.in_features, self.out_features = convolution.weight[0].numel(), convolution.out_channels
 
@@ -34,50 +38,43 @@ class PatchProjection(nn.Linear):
         return self._convolution[0].bias
 
 
-class MaskedInput(nn.Module):
-    """Pixels of visible patches and places of masked ones in, the student's first tokens out.
+class MaskedInput(MaskedTokens):
+    """The student's first tokens, from the pixels of visible patches and the indices of masked ones.
 
-    A visible patch is c = A x + b + ψ with its pixels x, a masked one m = ψ̂ + m̃: the paper's two tokens, with the patch
-    embedding as A. So A n is the noise of an image that is nothing but noise, and A cannot vanish to silence it: scaled
-    down, it would silence the visible patches too.
+    A visible patch with pixels x is c = A x + b + ψ, a masked one m = ψ̂ + m̃: the paper's tokens, with the patch
+    embedding as A. A n is the embedding of a patch of noise. Scaling A down would silence the visible patches, too.
     """
-
-    def __init__(self, projection: nn.Linear, positions: Positions) -> None:
-        super().__init__()
-        self.projection, self.positions = projection, positions
-        self.mask_token = nn.Parameter(torch.zeros(positions.dim), requires_grad=positions.adds_mask_token)
-        if positions.adds_mask_token:
-            nn.init.trunc_normal_(self.mask_token, std=PROJECTION_INIT_STD)
 
     def forward(
         self,
         visible: Float[Tensor, "batch n_visible pixels"],
         visible_indices: Int[Tensor, "batch n_visible"],
         masked_indices: Int[Tensor, "batch n_masked"],
-        generator: torch.Generator | None = None,
+        noise: Noise | None = None,
     ) -> Float[Tensor, "batch n_tokens dim"]:
-        """Tokens of the visible patches, then of the masked ones."""
-        visible_positions = self.positions(visible_indices, tokens="context", context=visible, generator=generator)
-        visible_tokens = self.projection(visible) + visible_positions
-        masked_tokens = self.positions(masked_indices, tokens="masked", context=visible, generator=generator)
-        if self.positions.adds_mask_token:
-            masked_tokens = masked_tokens + self.mask_token
+        """Return the tokens of the visible patches, then those of the masked ones."""
+        visible_noise, masked_noise = noise or NO_NOISE
+        visible_tokens = self.context_tokens(visible, visible_indices, visible_noise)
+        masked_tokens = self.masked_tokens(masked_indices, visible, masked_noise)
         return torch.cat([visible_tokens, masked_tokens.to(visible_tokens)], dim=1)
 
 
 class Data2Vec(TargetObjective):
-    """The objective: (images, masks) to a loss; masks have one target block, the masked patches, and show all others.
+    """The objective of data2vec; masks have one target block, and all other patches are context.
 
-    - `target_layers`: of how many last layers of the teacher the outputs are averaged, each layer-normed without weights,
-      as is the average, as in the released vision models. The teacher's own last norm has no part in it.
-    - `beta`: the error from which smooth-L1 is linear.
+    Args:
+        encoder: the student; the target encoder is the teacher.
+        masked_input: makes the student's first tokens.
+        target_layers: number of last layers of the teacher whose outputs are averaged. Each is layer-normed without
+            weights, as is the average; the teacher's last norm is not applied. The released vision models do the same.
+        beta: error above which smooth-L1 is linear.
     """
 
     def __init__(self, encoder: Encoder, masked_input: MaskedInput, target_layers: int = 6, beta: float = 2.0) -> None:
         super().__init__(encoder)
         check_target_layers(encoder, target_layers)
         if encoder.vit.num_prefix_tokens:
-            raise InputError("The encoder has a class token, for which data2vec has no use: give one without.")
+            raise InputError("The encoder has a class token, which data2vec does not use: give one without.")
         self.masked_input, self.target_layers, self.beta = masked_input, target_layers, beta
         self.head = nn.Linear(encoder.dim, encoder.dim)
         nn.init.trunc_normal_(self.head.weight, std=PROJECTION_INIT_STD)
@@ -89,28 +86,35 @@ class Data2Vec(TargetObjective):
         """The student's input."""
         return self.masked_input
 
-    def forward(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, generator: torch.Generator | None = None
-    ) -> Float[Tensor, ""]:
-        """The loss of a batch; the generator draws the noise of stochastic positions."""
-        predicted, target = self.predict(images, masks, generator), self.target_features(images, masks)
+    def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
+        """Return the loss of a batch: smooth-L1 between the student's and the teacher's features."""
+        predicted, target = self.predict(images, masks, noise), self.target_features(images, masks)
         return F.smooth_l1_loss(predicted.float(), target.float(), beta=self.beta)
 
-    def predict(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, generator: torch.Generator | None = None
-    ) -> Features:
-        """Features of the masked patches as the student, which sees the others, predicts them."""
-        vit, masked = self.encoder.vit, masks.targets.flatten(1)
+    def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Features:
+        """Return the features of the masked patches as the student predicts them from the others."""
+        masked = masks.targets.flatten(1)
         visible = gather_patches(cut_patches(images, self.encoder.patch_size), masks.context)
-        tokens = self.masked_input(visible, masks.context, masked, generator)
-        return self.head(vit.norm(vit.blocks(vit.norm_pre(tokens)))[:, -masked.shape[1] :])
+        tokens = self.masked_input(visible, masks.context, masked, noise)
+        return self.head(self.encoder.transform(self.encoder.vit.norm_pre(tokens))[:, -masked.shape[1] :])
 
     @torch.no_grad()
-    def target_features(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> Features:
-        """Features of the masked patches as the teacher sees them in the whole image."""
+    def target_features(self, images: Images, masks: Masks) -> Features:
+        """Return the teacher's features of the masked patches; it sees the whole image."""
         tokens = top_layers_mean(self.target, images, self.target_layers, final_norm=False)
         return F.layer_norm(gather_patches(tokens, masks.targets.flatten(1)), tokens.shape[-1:])
 
-    def layers(self) -> list[nn.Module]:
-        """The student's and the teacher's."""
-        return [*self.encoder.vit.blocks, *self.target.vit.blocks]
+
+@OBJECTIVES.register("data2vec")
+def build_data2vec(config: ModelConfig, total_steps: int = 1) -> Data2Vec:
+    """Build data2vec with new weights."""
+    if config.positions.kind == "learned":
+        raise InputError(
+            "positions.kind is learned: data2vec uses the encoder's positions, which are fixed; choose another kind."
+        )
+    if config.masks.kind == "multiblock":
+        raise InputError("masks.kind is multiblock: data2vec needs one target block; choose blockwise or random.")
+    encoder = build_encoder(config.encoder)
+    projection = PatchProjection(encoder.vit.patch_embed.proj)
+    masked_input = MaskedInput(projection, build_positions(config.positions, encoder.grid, projection, total_steps))
+    return Data2Vec(encoder, masked_input, config.objective.target_layers, config.objective.beta)

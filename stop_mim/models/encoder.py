@@ -1,6 +1,6 @@
-"""The encoder: a timm Vision Transformer that can encode a subset of patches.
+"""The encoder: a timm Vision Transformer that can encode a subset of patches, and its files.
 
-It is a timm model and nothing else, so that what is trained here loads there.
+Its weights have timm's names, so that timm loads what is trained here.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import timm
 import torch
@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
+from stop_mim.models.config import EncoderSize
 from stop_mim.models.hub_encoder import HubEncoder
-from stop_mim.models.initialisation import initialise_transformer
+from stop_mim.models.kernels.short_attention import ShortAttention
+from stop_mim.models.layers import initialise_transformer, run_layer
 from stop_mim.positions import Grid, SinCosPositions
 
-EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
 ENCODER_FILE = "encoder.safetensors"
 FILE_FORMAT = "stop-mim encoder"
 NORM_EPS = 1e-6
@@ -36,7 +37,7 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Width, depth, heads and hidden width of a transformer."""
+    """Width, depth, number of heads and relative width of the MLPs of a transformer."""
 
     width: int
     depth: int
@@ -55,7 +56,16 @@ SIZES: dict[str, Dimensions] = {
 
 
 class Encoder(nn.Module):
-    """A timm Vision Transformer, called for its normed patch tokens."""
+    """A timm Vision Transformer; a call returns normed patch tokens.
+
+    Args:
+        vit: timm's model.
+        mean: mean of the image normalisation, by channel.
+        std: standard deviation of the image normalisation, by channel.
+    """
+
+    recompute = False
+    """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
 
     def __init__(
         self, vit: VisionTransformer, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
@@ -74,28 +84,29 @@ class Encoder(nn.Module):
     def forward(
         self, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"] | None = None
     ) -> Float[Tensor, "batch n_patches dim"]:
-        """Normed tokens of all patches, or of those with these (row-major) indices alone."""
-        return self.vit.norm(self.vit.blocks(self._embed_patches(images, indices)))[:, self.vit.num_prefix_tokens :]
+        """Return normed tokens of all patches, or see and return only those with these row-major indices."""
+        return self.transform(self.embed_patches(images, indices))[:, self.vit.num_prefix_tokens :]
 
     def embed(
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
     ) -> Float[Tensor, "batch layers_times_dim"]:
-        """Average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
+        """Return average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
         if not 1 <= layers <= self.depth:
             raise InputError(f"layers is {layers}: this encoder has {self.depth} layers, choose 1 to {self.depth}.")
-        tokens, pooled = self._embed_patches(images, None), []
+        tokens, pooled = self.embed_patches(images), []
         for number, block in enumerate(self.vit.blocks, start=1):
             tokens = block(tokens)
             if number > self.depth - layers:
                 pooled.append(self.vit.norm(tokens)[:, self.vit.num_prefix_tokens :].mean(1))
         return torch.cat(pooled, dim=1)
 
-    def _embed_patches(
-        self, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"] | None
+    def embed_patches(
+        self, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"] | None = None
     ) -> Float[Tensor, "batch n_tokens dim"]:
+        """Return the tokens before the first layer, prefix tokens included, of all patches or of those with these indices."""
         vit = self.vit
         if vit.num_prefix_tokens:
-            self._grid_of(images)
+            self.grid_of(images)
             tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))
             if indices is None:
                 return tokens
@@ -104,20 +115,27 @@ class Encoder(nn.Module):
         positions = self.positions_for(images)
         patches = cut_patches(images, self.patch_size)
         if indices is not None:
-            # Before the projection, so that only the patches that are needed are embedded.
+            # Before the projection, so that only these patches are embedded.
             patches, positions = gather_patches(patches, indices), positions[0][indices]
         projection = vit.patch_embed.proj
         embedded = F.linear(patches, projection.weight.flatten(1), projection.bias)
         return vit.norm_pre(vit.pos_drop(vit.patch_embed.norm(embedded) + positions))
 
+    def transform(self, tokens: Float[Tensor, "batch n_tokens dim"]) -> Float[Tensor, "batch n_tokens dim"]:
+        """Return the tokens after all layers and the last norm."""
+        for block in self.vit.blocks:
+            tokens = run_layer(block, tokens, self.recompute)
+        return self.vit.norm(tokens)
+
     def positions_for(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "1 n_patches dim"]:
-        """The positions of the patches of images of this size, for an encoder without prefix tokens."""
-        grid, positions = self._grid_of(images), self.vit.pos_embed
+        """Return the positions for images of this size, for an encoder without prefix tokens."""
+        grid, positions = self.grid_of(images), self.vit.pos_embed
         if grid == self.grid:
             return positions
         return resample_abs_pos_embed(positions, list(grid), list(self.grid), num_prefix_tokens=0)
 
-    def _grid_of(self, images: Float[Tensor, "batch 3 height width"]) -> Grid:
+    def grid_of(self, images: Float[Tensor, "batch 3 height width"]) -> Grid:
+        """Return rows and columns of patches of images of this size."""
         height, width = images.shape[-2:]
         if height % self.patch_size[0] or width % self.patch_size[1]:
             raise InputError(
@@ -127,7 +145,7 @@ class Encoder(nn.Module):
         return height // self.patch_size[0], width // self.patch_size[1]
 
     def architecture(self) -> dict[str, Any]:
-        """Arguments of timm's VisionTransformer that make this architecture; its `norm_eps` is told apart."""
+        """Return the arguments of timm's VisionTransformer for this architecture; `norm_eps` is stored separately."""
         vit = self.vit
         architecture = {
             "img_size": list(self.image_size),
@@ -148,23 +166,20 @@ class Encoder(nn.Module):
 
     @property
     def norm_eps(self) -> float:
-        """What keeps the norms from dividing by zero."""
+        """The epsilon of the layer norms."""
         return self.vit.blocks[0].norm1.eps
 
 
 def create_encoder(
-    size: EncoderSize | Dimensions,
-    image_size: tuple[int, int] | int = 224,
-    patch_size: int = 16,
-    drop_path: float = 0.0,
+    size: EncoderSize | Dimensions, image_size: tuple[int, int] | int = 224, patch_size: int = 16
 ) -> Encoder:
-    """A new encoder without class token, with fixed sine-cosine positions and depth-scaled initial weights."""
+    """Create an encoder without class token, with fixed sine-cosine positions and depth-scaled initial weights."""
     dimensions = size if isinstance(size, Dimensions) else SIZES[size]
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     if patch_size < 1 or height % patch_size or width % patch_size or min(height, width) < 1:
         raise InputError(
-            f"encoder.patch_size is {patch_size}: images of {height}x{width} pixels cannot be cut into such patches; "
-            "choose a size that divides both sides."
+            f"encoder.patch_size is {patch_size}: choose a size that divides both sides of images of {height}x{width} "
+            "pixels."
         )
     if dimensions.heads < 1 or dimensions.width % (4 * dimensions.heads):
         raise InputError(
@@ -183,9 +198,8 @@ def create_encoder(
         fc_norm=False,
         num_classes=0,
         dynamic_img_size=True,
-        drop_path_rate=drop_path,
     )
-    initialise_transformer(vit, vit.blocks)
+    initialise_transformer([vit], vit.blocks)
     grid = (height // patch_size, width // patch_size)
     vit.pos_embed = nn.Parameter(SinCosPositions(grid, dimensions.width).table()[None].clone(), requires_grad=False)
     return Encoder(vit)
@@ -194,7 +208,7 @@ def create_encoder(
 def cut_patches(
     images: Float[Tensor, "batch channels height width"], patch_size: tuple[int, int]
 ) -> Float[Tensor, "batch n_patches pixels"]:
-    """Patches of the images, row-major, with their pixels in the order of a convolution's weight."""
+    """Cut images into patches, row-major, with their pixels in the order of a convolution's weight."""
     height, width = patch_size
     patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # (B, C, rows, height, columns, width)
     return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -203,24 +217,24 @@ def cut_patches(
 def gather_patches(
     patches: Float[Tensor, "batch n_patches dim"], indices: Int[Tensor, "batch n"]
 ) -> Float[Tensor, "batch n dim"]:
-    """The patches with these indices, an image at a time."""
+    """Return the patches with these indices, which differ by image."""
     return torch.gather(patches, 1, indices[..., None].expand(-1, -1, patches.shape[-1]))
 
 
 def mlp_ratio(hidden: int, width: int) -> float:
-    """The ratio for which timm, which rounds down, makes a hidden layer of this width."""
+    """Return the ratio from which timm, which rounds down, computes this hidden width."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
 def shell(architecture: dict[str, Any], norm_eps: float = NORM_EPS) -> VisionTransformer:
-    """timm's model without weights, and without the memory for them."""
+    """Return timm's model on the meta device, without memory for its weights."""
     with torch.device("meta"):
         return VisionTransformer(**architecture, norm_layer=partial(LayerNorm, eps=norm_eps), weight_init="skip")
 
 
 def misfit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with tensors by name where others are expected: the first few missing, unknown and misshaped ones."""
+    """Describe how named tensors differ from the expected ones: missing, unknown and misshaped. None if they fit."""
     missing = [name for name in expected if name not in tensors]
     unknown = [name for name in tensors if name not in expected]
     misshaped = [
@@ -239,8 +253,8 @@ def fill_encoder(
     mean: Sequence[float] = IMAGENET_MEAN,
     std: Sequence[float] = IMAGENET_STD,
 ) -> Encoder:
-    """An encoder in evaluation mode, from a shell and weights that were found to fit it."""
-    # Copies, because the tensors may be windows into a file that somebody replaces later.
+    """Load fitting weights into a `shell` and return the encoder in evaluation mode."""
+    # Copies: the tensors may be memory-mapped from a file that is replaced later.
     copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
     vit.load_state_dict(copies, strict=True, assign=True)
     encoder = Encoder(vit, mean, std)
@@ -249,7 +263,7 @@ def fill_encoder(
 
 
 def _are_sincos(encoder: Encoder) -> bool:
-    """Whether the positions are the fixed ones, to the rounding of half precision, and hence not to be learned."""
+    """Whether the positions are the fixed ones, up to half precision, and thus not trained."""
     patches = encoder.vit.pos_embed.detach()[0, -encoder.grid[0] * encoder.grid[1] :]
     return encoder.dim % 4 == 0 and torch.allclose(
         patches, SinCosPositions(encoder.grid, encoder.dim).table(), atol=1e-3
@@ -257,13 +271,13 @@ def _are_sincos(encoder: Encoder) -> bool:
 
 
 def encoder_metadata(encoder: Encoder) -> dict[str, str]:
-    """How to build an encoder; one that is more than a plain Vision Transformer is an InputError."""
+    """Return how to build an encoder, as metadata of a file; raise InputError unless it is a plain Vision Transformer."""
     wrong = peculiarity(encoder.vit.blocks[0])
     architecture = {} if wrong else encoder.architecture()
     wrong = wrong or misfit(encoder.vit.state_dict(), shell(architecture).state_dict())
     if wrong:
         raise InputError(
-            f"This encoder is more than a plain Vision Transformer ({wrong}): only plain ones can be saved or exported."
+            f"This encoder is not a plain Vision Transformer ({wrong}): only those can be saved or exported."
         )
     metadata = {
         "format": FILE_FORMAT,
@@ -275,8 +289,9 @@ def encoder_metadata(encoder: Encoder) -> dict[str, str]:
 
 
 def peculiarity(block: Any) -> str | None:
-    """What a layer has that the arguments of `architecture` do not tell and its names do not show."""
-    if type(block) is not Block or type(block.attn) is not Attention or type(block.mlp) is not Mlp:
+    """Describe what a layer has that neither `architecture` nor the names of its weights show; None if nothing."""
+    # ShortAttention computes what the attention that it replaced computes.
+    if type(block) is not Block or type(block.attn) not in (Attention, ShortAttention) or type(block.mlp) is not Mlp:
         return "its layers are of another kind"
     activation = block.mlp.act
     return (
@@ -285,43 +300,43 @@ def peculiarity(block: Any) -> str | None:
 
 
 def save_encoder(encoder: Encoder, path: Path) -> None:
-    """Write an encoder as safetensors: timm's own names, and in the metadata how to build the model."""
+    """Save an encoder as safetensors, with timm's names, and how to build the model in the metadata."""
     metadata = encoder_metadata(encoder)
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.vit.state_dict().items()}
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and the metadata of a file."""
+    """Return the tensors and the metadata of a file."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise InputError(f"{path} cannot be read as safetensors ({error}): save or copy it again.") from error
 
 
 def read_encoder(path: Path) -> Encoder:
-    """The encoder of a file that `save_encoder` wrote, or of the folder of a run."""
+    """Read the encoder from a file of `save_encoder`, or from a run directory."""
     file = path / ENCODER_FILE if path.is_dir() else path
     if not file.exists():
-        raise InputError(f"{path} holds no {ENCODER_FILE}: name the folder of a run that has saved a checkpoint.")
+        raise InputError(f"{path} has no {ENCODER_FILE}: name a run directory with a checkpoint.")
     tensors, metadata = read_safetensors(file)
     if metadata.get("format") != FILE_FORMAT:
-        raise InputError(f"{file} does not say which architecture it holds: give an encoder that stop-mim saved.")
+        raise InputError(f"{file} does not name its architecture: give an encoder that stop-mim saved.")
     return encoder_of(tensors, metadata, file)
 
 
 def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> Encoder:
-    """The encoder that a file of our own holds, from what was read of it."""
+    """Build the encoder from the contents of a file of `save_encoder`."""
     try:
-        told = {name: json.loads(value) for name, value in metadata.items() if name != "format"}
-        vit = shell(told["architecture"], told.get("norm_eps", NORM_EPS))
-        mean, std = told["mean"], told["std"]
-    # Whatever timm makes of arguments that are not its own.
+        values = {name: json.loads(value) for name, value in metadata.items() if name != "format"}
+        vit = shell(values["architecture"], values.get("norm_eps", NORM_EPS))
+        mean, std = values["mean"], values["std"]
+    # timm raises all kinds of errors for arguments that it does not know.
     except Exception as error:
-        raise InputError(f"{file} names no architecture that can be built ({error}): save it again.") from error
+        raise InputError(f"{file} has an architecture that cannot be built ({error}): save it again.") from error
     if wrong := misfit(tensors, vit.state_dict()):
-        raise InputError(f"{file} does not fit the architecture that it names ({wrong}): save it again.")
+        raise InputError(f"{file} does not fit its own architecture ({wrong}): save it again.")
     return fill_encoder(vit, tensors, mean, std)
 
 
@@ -337,18 +352,18 @@ FrozenEncoder = Encoder | HubEncoder
 
 
 def load_timm_encoder(name: str, pretrained: bool = True) -> Encoder:
-    """timm's model of this name, a plain Vision Transformer."""
+    """Return timm's Vision Transformer of this name."""
     if name.split(".")[0] not in timm.list_models():
         close = timm.list_models(f"*{name.split('_patch')[0]}*")[:3] or timm.list_models("vit_small*")[:3]
-        raise InputError(f"timm has no model '{name}': it has for instance {', '.join(close)}.")
+        raise InputError(f"timm has no model '{name}': choose another, such as {', '.join(close)}.")
     try:
         model = timm.create_model(name, pretrained=pretrained, num_classes=0, dynamic_img_size=True)
     except TypeError:
         model = None
     except Exception as error:
         raise InputError(
-            f"timm's weights of '{name}' cannot be had ({type(error).__name__}): check the name and the network, or "
-            "download them beforehand."
+            f"timm's weights of '{name}' cannot be loaded ({type(error).__name__}): check the name and the network, or "
+            "download them first."
         ) from error
     if not isinstance(model, VisionTransformer):
         raise InputError(f"timm's '{name}' is not a plain Vision Transformer: choose one of timm's vit_* models.")

@@ -1,4 +1,4 @@
-"""Vision Transformers of the Hugging Face hub behind the interface of our encoder, for evaluation."""
+"""Vision Transformers of the Hugging Face hub with the interface of our encoder, for evaluation."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ KNOWN = "ViT, DeiT, DINOv2, I-JEPA and MAE"
 
 
 class HubEncoder(nn.Module):
-    """A transformers model, called for its normed patch tokens."""
+    """A transformers model; a call returns normed patch tokens."""
 
     def __init__(self, model: Any, mean: ChannelValues = IMAGENET_MEAN, std: ChannelValues = IMAGENET_STD) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class HubEncoder(nn.Module):
         self.image_size = (self.grid[0] * self.patch_size[0], self.grid[1] * self.patch_size[1])
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch n_patches dim"]:
-        """Normed tokens of all patches."""
+        """Return normed tokens of all patches."""
         return self._patches(self._run(images)[-1], images)
 
     def embed(
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
     ) -> Float[Tensor, "batch layers_times_dim"]:
-        """Average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
+        """Return average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
         if not 1 <= layers <= self.depth:
             raise InputError(f"layers is {layers}: this encoder has {self.depth} layers, choose 1 to {self.depth}.")
         return torch.cat([self._patches(tokens, images).mean(1) for tokens in self._run(images)[-layers:]], dim=1)
@@ -47,7 +47,7 @@ class HubEncoder(nn.Module):
                 f"Images of {height}x{width} pixels cannot be cut into patches of {self.patch_size[0]}x"
                 f"{self.patch_size[1]}: resize them to multiples of the patch size."
             )
-        # DINOv2 always interpolates its positions, and has no such argument.
+        # DINOv2 always interpolates its positions and has no such argument.
         other_size = (height, width) != self.image_size and self.model.config.model_type != "dinov2"
         options = {"interpolate_pos_encoding": True} if other_size else {}
         return self.model(images, output_hidden_states=True, **options).hidden_states
@@ -58,18 +58,18 @@ class HubEncoder(nn.Module):
 
 
 def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
-    """The model of this name on the hub, or in a local folder; only safetensors are read, and no code of the model's."""
+    """Load a model from the hub or from a local folder; it reads safetensors only and runs no code of the model."""
     try:
         import transformers
     except ImportError as error:
         raise MissingExtra("hf: encoders", "transformers", "hf") from error
     kind: Any
-    # Its report of what a file holds beside the encoder, such as a decoder, says nothing of use here.
+    # It warns of weights beside the encoder, such as those of a decoder.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        # MAE's own model hides patches at random: its encoder is a plain ViT with the same weights.
+        # transformers' MAE masks patches at random; its encoder is a plain ViT with the same weights.
         is_mae = config.model_type == "vit_mae"
         kind = transformers.ViTModel if is_mae else transformers.AutoModel
         if is_mae:
@@ -85,7 +85,7 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
             model = (
                 kind(config, **options) if is_mae else transformers.AutoModel.from_config(config, **options)
             ).eval()
-    # The hub, the network and each kind of model fail in their own ways.
+    # The hub, the network and the models raise all kinds of errors.
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise InputError(

@@ -1,50 +1,45 @@
-"""I-JEPA: predict the features that a slowly moving copy of the encoder gives to the target blocks."""
+"""I-JEPA: predict the features that a moving average of the encoder gives to the target blocks.
 
-from typing import Literal
+With stochastic positions in the predictor (`positions/stochastic.py`) it is StoP.
+"""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
+from stop_mim.models.build import build_encoder, build_projection
+from stop_mim.models.config import ModelConfig, TargetResolution
 from stop_mim.models.encoder import Encoder, gather_patches
-from stop_mim.models.frozen_forward import FrozenPrecision, frozen_tokens
-from stop_mim.models.objective import TargetObjective, check_target_layers, top_layers_mean
-from stop_mim.models.predictor import Predictor
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, check_target_layers, top_layers_mean
+from stop_mim.models.predictor import Noise, Predictor
 from stop_mim.positions import Grid
 
-TargetResolution = Literal["full", "bilinear", "max"]
+Images = Float[Tensor, "batch 3 height width"]
 Features = Float[Tensor, "batch n_blocks n_target dim"]
 
 
-def prediction_loss(predicted: Features, target: Features, beta: float = 1.0) -> Float[Tensor, ""]:
-    """Smooth-L1 between predicted and target features, averaged over all of them."""
-    return F.smooth_l1_loss(predicted.float(), target.float(), beta=beta)
-
-
-def lower_resolution(
-    tokens: Float[Tensor, "batch n_patches dim"], grid: Grid, resolution: TargetResolution
-) -> Float[Tensor, "batch n_patches dim"]:
-    """Features at half the resolution, by bilinear resizing or max pooling, each given to all patches that it stands for."""
-    if resolution == "full":
-        return tokens
-    maps, half = tokens.mT.unflatten(2, grid), (-(-grid[0] // 2), -(-grid[1] // 2))
-    smaller = F.adaptive_max_pool2d(maps, half) if resolution == "max" else F.interpolate(maps, half, mode="bilinear")
-    return F.interpolate(smaller, grid).flatten(2).mT
-
-
 class IJEPA(TargetObjective):
-    """The objective: (images, masks) to a loss. It owns the target encoder, an average of the encoder over time.
+    """The objective of I-JEPA and StoP.
 
-    - `target_layers`: of how many last layers of the target encoder the layer-normed features are averaged; I-JEPA's is 1.
-    - `beta`: the error from which smooth-L1 is linear.
-    - `target_resolution`: whether the targets are features at half the resolution, and how those are made.
-    - `l1_strength`: how much the sum of the absolute values of A adds to the loss.
+    1. The encoder sees the context patches and computes their features s.
+    2. The predictor gets context tokens A s + b + ψ and, for each target block, masked tokens ψ̂ + m̃. It predicts the
+       features of the block. Fixed positions, ψ̂ = ψ, are I-JEPA; noisy ones, ψ̂ = A n + ψ, are StoP.
+    3. The target encoder, a moving average of the encoder, sees the whole image. Its layer-normed features of the target
+       blocks are the targets.
+    4. The loss is smooth-L1. Gradients reach encoder and predictor, not the target encoder.
 
-    `frozen_precision`, if it is set, lets the target encoder compute full-resolution targets of its last layer in bf16 or
-    fp8, faster than autocast would.
+    Args:
+        encoder: the encoder that is trained; the target encoder starts as a copy.
+        predictor: predicts the features of the target blocks.
+        target_layers: number of last layers of the target encoder whose layer-normed features are averaged; I-JEPA has 1.
+        beta: error above which smooth-L1 is linear.
+        target_resolution: "full", or targets at half the resolution by "bilinear" resizing or "max" pooling.
+        l1_strength: weight of the L1 norm of A in the loss.
     """
 
     def __init__(
@@ -59,53 +54,68 @@ class IJEPA(TargetObjective):
         super().__init__(encoder)
         check_target_layers(encoder, target_layers)
         if l1_strength < 0:
-            raise InputError(f"objective.l1_strength is {l1_strength}: give zero or a positive number.")
+            raise InputError(f"objective.l1_strength is {l1_strength}: give 0 or a positive number.")
         self.predictor, self.target_layers, self.beta = predictor, target_layers, beta
         self.target_resolution, self.l1_strength = target_resolution, l1_strength
-        self.frozen_precision: FrozenPrecision | None = None
+        # How tokens of some patches are computed by the target encoder: `use_fast_kernels` sets a faster function.
+        self.tokens_at: Callable[[Encoder, Images, Int[Tensor, "batch n"]], Float[Tensor, "batch n dim"]] = tokens_at
         self.train()
-
-    @property
-    def has_plain_targets(self) -> bool:
-        """Whether targets are those of the last layer, at full resolution."""
-        return self.target_layers == 1 and self.target_resolution == "full"
 
     @property
     def masked_tokens(self) -> Predictor:
         """The predictor."""
         return self.predictor
 
-    def forward(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, generator: torch.Generator | None = None
-    ) -> Float[Tensor, ""]:
-        """The loss of a batch; the generator draws the noise of stochastic positions."""
-        loss = prediction_loss(self.predict(images, masks, generator), self.target_features(images, masks), self.beta)
+    def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
+        """Return the loss of a batch: smooth-L1 between predicted and target features."""
+        predicted, target = self.predict(images, masks, noise), self.target_features(images, masks)
+        loss = F.smooth_l1_loss(predicted.float(), target.float(), beta=self.beta)
         return loss + self.l1_strength * self.predictor.projection.weight.abs().sum() if self.l1_strength else loss
 
-    def predict(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, generator: torch.Generator | None = None
-    ) -> Features:
-        """Features of the target blocks as predicted from the context."""
+    def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Features:
+        """Return the features of the target blocks as predicted from the context."""
         context = self.encoder(images, masks.context)
-        return self.predictor(context, masks.context, masks.targets, generator)
+        return self.predictor(context, masks.context, masks.targets, noise)
 
     @torch.no_grad()
-    def target_features(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> Features:
-        """Features of the target blocks as the target encoder sees them in the whole image, layer-normed."""
-        wanted = masks.targets.flatten(1)
-        if self.frozen_precision is not None and self.has_plain_targets:
-            tokens = frozen_tokens(self.target, images, wanted, self.frozen_precision).float()
-            return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, masks.targets.shape[1:])
-        if self.target_layers > 1:
-            tokens = top_layers_mean(self.target, images, self.target_layers, final_norm=True)
-        else:
-            tokens = self.target(images)
-        grid = (images.shape[2] // self.target.patch_size[0], images.shape[3] // self.target.patch_size[1])
-        tokens = gather_patches(lower_resolution(tokens, grid, self.target_resolution), wanted)
-        if self.target_layers == 1 or self.target_resolution != "full":
-            tokens = F.layer_norm(tokens, tokens.shape[-1:])
-        return tokens.unflatten(1, masks.targets.shape[1:])
+    def target_features(self, images: Images, masks: Masks) -> Features:
+        """Return the layer-normed features of the target blocks; the target encoder sees the whole image."""
+        wanted, blocks = masks.targets.flatten(1), masks.targets.shape[1:]
+        if self.target_layers > 1 or self.target_resolution != "full":
+            return gather_patches(self._other_targets(images), wanted).unflatten(1, blocks)
+        tokens = self.tokens_at(self.target, images, wanted).float()
+        return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, blocks)
 
-    def layers(self) -> list[nn.Module]:
-        """Those of encoder, target encoder and predictor."""
-        return [*self.encoder.vit.blocks, *self.target.vit.blocks, *self.predictor.blocks]
+    def _other_targets(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
+        """Return the targets of all patches, from several layers or at half the resolution."""
+        if self.target_layers == 1:
+            tokens = self.target(images)
+        else:
+            tokens = top_layers_mean(self.target, images, self.target_layers, final_norm=True)
+        if self.target_resolution == "full":
+            return tokens
+        tokens = lower_resolution(tokens, self.target.grid_of(images), self.target_resolution)
+        return F.layer_norm(tokens, tokens.shape[-1:])
+
+
+def tokens_at(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n dim"]:
+    """Return the encoder's tokens of the patches with these indices; it sees the whole image."""
+    return gather_patches(encoder(images), indices)
+
+
+def lower_resolution(
+    tokens: Float[Tensor, "batch n_patches dim"], grid: Grid, resolution: TargetResolution
+) -> Float[Tensor, "batch n_patches dim"]:
+    """Halve the resolution of features by bilinear resizing or max pooling, and repeat them to the old number of patches."""
+    maps, half = tokens.mT.unflatten(2, grid), (-(-grid[0] // 2), -(-grid[1] // 2))
+    smaller = F.adaptive_max_pool2d(maps, half) if resolution == "max" else F.interpolate(maps, half, mode="bilinear")
+    return F.interpolate(smaller, grid).flatten(2).mT
+
+
+@OBJECTIVES.register("ijepa")
+def build_ijepa(config: ModelConfig, total_steps: int = 1) -> IJEPA:
+    """Build I-JEPA, or StoP, with new weights."""
+    encoder, chosen = build_encoder(config.encoder), config.objective
+    projection, positions = build_projection(config, encoder, total_steps)
+    predictor = Predictor(projection, positions, config.predictor.depth, config.predictor.heads or encoder.heads)
+    return IJEPA(encoder, predictor, chosen.target_layers, chosen.beta, chosen.target_resolution, chosen.l1_strength)

@@ -1,8 +1,8 @@
-"""What an objective is: trainer, probe and health signs know of I-JEPA, MAE and data2vec no more than this."""
+"""The interface of objectives: all that trainer, probe and health signs know of I-JEPA, MAE and data2vec."""
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,38 +11,29 @@ from torch import Tensor, nn
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
+from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder
+from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import Positions
-
-
-@runtime_checkable
-class MaskedTokens(Protocol):
-    """The part of an objective that makes masked tokens m = ψ̂ + m̃ beside context tokens c = A s + b + ψ."""
-
-    projection: nn.Linear
-    """The layer whose weight is A."""
-    positions: Positions
-    """What ψ̂ is."""
-    mask_token: nn.Parameter
-    """The learned vector m̃."""
+from stop_mim.registry import Registry
 
 
 class Objective(nn.Module, ABC):
-    """(images, masks) to a loss; the generator draws the noise of stochastic positions."""
+    """Maps images and masks to a loss."""
 
     encoder: Encoder
-    """What is trained."""
+    """The encoder that is trained."""
 
     @abstractmethod
     def forward(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, generator: torch.Generator | None = None
+        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, noise: Noise | None = None
     ) -> Float[Tensor, ""]:
-        """The loss of a batch."""
+        """Return the loss of a batch; without `noise`, stochastic positions draw it themselves, in training."""
 
     @property
     @abstractmethod
     def frozen(self) -> Encoder:
-        """The encoder whose frozen features are wanted: it is saved, probed and looked at."""
+        """The encoder whose features are evaluated: it is saved, probed and checked for collapse."""
 
     @property
     @abstractmethod
@@ -51,23 +42,24 @@ class Objective(nn.Module, ABC):
 
     @property
     def positions(self) -> Positions:
-        """The positions of masked tokens, which may follow a schedule."""
+        """The positions of masked tokens."""
         return self.masked_tokens.positions
 
-    def update_target(self, momentum: float) -> None:
-        """Move the target, if there is one, after a step: it keeps the part `momentum` of itself."""
-        self.move_target(1 - momentum)
+    def draw_noise(self, masks: Masks, generator: torch.Generator | None = None) -> Noise:
+        """Draw the noise of the positions for a batch: the only random numbers of a training step."""
+        return self.masked_tokens.draw_noise(masks, generator)
 
     def move_target(self, weight: float | Float[Tensor, ""]) -> None:
-        """Move the target, if there is one, by this part of the way; a number on its device is not waited for."""
+        """Move the target encoder, if there is one, by this fraction of its distance to the encoder."""
 
-    @abstractmethod
-    def layers(self) -> list[nn.Module]:
-        """The transformer layers of all parts."""
+
+Builder = Callable[[ModelConfig, int], Objective]
+OBJECTIVES: Registry[Builder] = Registry("objective", "stop_mim.models")
+"""Functions from a config and the total number of steps to an objective with new weights, by `objective.kind`."""
 
 
 class TargetObjective(Objective):
-    """An objective that owns a target encoder: an average of the encoder over time, which no gradient reaches."""
+    """An objective with a target encoder: a moving average of the encoder that gets no gradient."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -76,7 +68,7 @@ class TargetObjective(Objective):
         self.train()
 
     def train(self, mode: bool = True) -> "TargetObjective":
-        """Training mode for all but the target encoder."""
+        """Set the training mode of everything but the target encoder, which stays in evaluation mode."""
         super().train(mode)
         self.target.eval()
         return self
@@ -88,17 +80,17 @@ class TargetObjective(Objective):
 
     @abstractmethod
     def predict(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, generator: torch.Generator | None = None
+        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, noise: Noise | None = None
     ) -> Tensor:
-        """Features of the target patches as predicted from the context."""
+        """Return the features of the target patches as predicted from the context."""
 
     @abstractmethod
     def target_features(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> Tensor:
-        """Features of the target patches as the target encoder sees them in the whole image."""
+        """Return the features of the target patches that the target encoder computes from the whole image."""
 
     @torch.no_grad()
     def move_target(self, weight: float | Float[Tensor, ""]) -> None:
-        """Move the target encoder towards the encoder by this part of the way."""
+        """Move the target encoder towards the encoder by this fraction; a tensor on its device causes no sync."""
         pairs = zip(self.target.parameters(), self.encoder.parameters(), strict=True)
         moving: list[tuple[Tensor, Tensor]] = [(theirs, ours) for theirs, ours in pairs if ours.requires_grad]
         if isinstance(weight, Tensor) and weight.is_cuda:
@@ -111,7 +103,7 @@ class TargetObjective(Objective):
 def top_layers_mean(
     encoder: Encoder, images: Float[Tensor, "batch 3 height width"], layers: int, final_norm: bool
 ) -> Float[Tensor, "batch n_patches dim"]:
-    """Mean over the encoder's last layers of their layer-normed patch tokens; its own last norm may come before."""
+    """Return the mean over the last layers of their layer-normed patch tokens, after the encoder's last norm or not."""
     outputs = encoder.vit.forward_intermediates(
         images, indices=layers, norm=final_norm, output_fmt="NLC", intermediates_only=True
     )
@@ -119,8 +111,6 @@ def top_layers_mean(
 
 
 def check_target_layers(encoder: Encoder, layers: int) -> None:
-    """Refuse targets from more layers than there are."""
+    """Raise InputError if the encoder has fewer layers."""
     if not 1 <= layers <= encoder.depth:
-        raise InputError(
-            f"objective.target_layers is {layers}: the encoder has {encoder.depth} layers, choose at most those."
-        )
+        raise InputError(f"objective.target_layers is {layers}: the encoder has {encoder.depth}, choose at most those.")

@@ -1,125 +1,156 @@
-"""The predictor: a narrow transformer from context and masked tokens to the features of the targets."""
+"""The predictor: a narrow transformer from context and masked tokens to features of the masked patches."""
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
-from stop_mim.models.initialisation import initialise_transformer
-from stop_mim.models.shared_attention import SharedContext, SharedContextAttention
+from stop_mim.masking import Masks
+from stop_mim.models.layers import initialise_transformer, run_layer
 from stop_mim.positions import PROJECTION_INIT_STD, Positions
 
 
+class Noise(NamedTuple):
+    """Standard normal noise for the positions of context and masked tokens; None where there is none."""
+
+    context: Float[Tensor, "batch n_context noise_dim"] | None
+    masked: Float[Tensor, "rows n_target noise_dim"] | None
+
+
+NO_NOISE = Noise(None, None)
+
+
 def context_projection(encoder_dim: int, width: int) -> nn.Linear:
-    """A new layer that carries the encoder's features into the predictor: its weight is the paper's A."""
+    """Return a new layer from the encoder's features to the predictor's tokens: its weight is the paper's A."""
     projection = nn.Linear(encoder_dim, width)
     nn.init.trunc_normal_(projection.weight, std=PROJECTION_INIT_STD)
     nn.init.zeros_(projection.bias)
     return projection
 
 
-class LastBlock(Block):
-    """timm's layer, whose second half works for the last tokens alone: nobody asks for the others any more."""
+class MaskedTokens(nn.Module):
+    """Makes the paper's two kinds of tokens: context tokens c = A s + b + ψ and masked tokens m = ψ̂ + m̃.
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch n width"],
-        attn_mask: Any = None,
-        is_causal: bool = False,
-        n_wanted: int | None = None,
-    ) -> Float[Tensor, "batch n_wanted width"]:
-        """The last `n_wanted` tokens after the layer; not given: all."""
-        first = 0 if n_wanted is None else x.shape[1] - n_wanted
-        attended = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
-        wanted = x[:, first:] + attended[:, first:]
-        return wanted + self.drop_path2(self.ls2(self.mlp(self.norm2(wanted))))
-
-
-class PredictorBlocks(nn.Sequential):
-    """The layers: tokens in, the last tokens out."""
-
-    def forward(  # type: ignore[override]
-        self, tokens: Float[Tensor, "batch n width"], n_wanted: int, layout: SharedContext | None = None
-    ) -> Float[Tensor, "batch n_wanted width"]:
-        """The last `n_wanted` tokens after all layers; `layout` tells blocks that share a context."""
-        *others, last = self
-        for block in others:
-            tokens = block(tokens, attn_mask=layout)
-        return last(tokens, attn_mask=layout, n_wanted=n_wanted)
-
-
-class Predictor(nn.Module):
-    """Context tokens c = A s + b + ψ and masked tokens m = ψ̂ + m̃ in, features of the masked patches out.
-
-    The `positions` decide what ψ̂ is, and whether m̃ is added; each target block is predicted on its own.
-
-    `shared_context`: context tokens attend to context tokens alone, and so are the same for all blocks of an image and
-    computed once. Ours, not the paper's: there each block's masked tokens change the context tokens that they see.
+    Args:
+        projection: the layer with weight A and bias b.
+        positions: returns ψ̂, which has noise A n if they are stochastic, and says whether m̃ is added.
     """
 
-    def __init__(
-        self,
-        projection: nn.Linear,
-        positions: Positions,
-        depth: int = 6,
-        heads: int = 12,
-        mlp_ratio: float = 4.0,
-        shared_context: bool = False,
-    ) -> None:
+    def __init__(self, projection: nn.Linear, positions: Positions) -> None:
         super().__init__()
-        width = projection.out_features
-        if width % heads:
-            raise InputError(f"predictor.heads is {heads}: the predictor's width, {width}, must be a multiple of it.")
-        if positions.dim != width:
-            raise InputError(f"The positions have {positions.dim} features and the predictor {width}: make them equal.")
-        kinds = [*[Block] * (depth - 1), LastBlock]
-        self.blocks = PredictorBlocks(*(kind(width, heads, mlp_ratio, qkv_bias=True) for kind in kinds))
-        if shared_context:
-            for block in self.blocks:
-                block.attn = SharedContextAttention(width, heads, qkv_bias=True)
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.head = nn.Linear(width, projection.in_features)
-        initialise_transformer(self, self.blocks)
-        self.projection = projection
-        self.positions = positions
-        self.shared_context = shared_context
-        self.mask_token = nn.Parameter(torch.zeros(width), requires_grad=positions.adds_mask_token)
+        if positions.dim != projection.out_features:
+            raise InputError(
+                f"The positions have {positions.dim} features and the projection {projection.out_features}: make them equal."
+            )
+        self.projection, self.positions = projection, positions
+        self.mask_token = nn.Parameter(torch.zeros(positions.dim), requires_grad=positions.adds_mask_token)
         if positions.adds_mask_token:
             nn.init.trunc_normal_(self.mask_token, std=PROJECTION_INIT_STD)
 
+    def draw_noise(self, masks: Masks, generator: torch.Generator | None = None) -> Noise:
+        """Draw the noise of a batch with these masks."""
+        targets = masks.targets.flatten(0, 1)
+        return Noise(
+            self.positions.draw_noise(masks.context, tokens="context", generator=generator),
+            self.positions.draw_noise(targets, tokens="masked", generator=generator),
+        )
+
+    def context_tokens(
+        self,
+        context: Float[Tensor, "batch n_tokens features"],
+        indices: Int[Tensor, "batch n_context"],
+        noise: Float[Tensor, "batch n_context noise_dim"] | None,
+    ) -> Float[Tensor, "batch n_tokens width"]:
+        """Return c = A s + b + ψ; prefix tokens, such as a class token, have no position."""
+        n_prefix = context.shape[1] - indices.shape[1]
+        positions = self.positions(indices, tokens="context", context=context[:, n_prefix:], noise=noise)
+        return self.projection(context) + (F.pad(positions, (0, 0, n_prefix, 0)) if n_prefix else positions)
+
+    def masked_tokens(
+        self,
+        indices: Int[Tensor, "rows n_target"],
+        context: Float[Tensor, "batch n_context features"],
+        noise: Float[Tensor, "rows n_target noise_dim"] | None,
+    ) -> Float[Tensor, "rows n_target width"]:
+        """Return m = ψ̂ + m̃; each image of `context` may have several consecutive rows of indices."""
+        tokens = self.positions(indices, tokens="masked", context=context, noise=noise)
+        return tokens + self.mask_token if self.positions.adds_mask_token else tokens
+
+
+class LastBlock(Block):
+    """timm's layer whose MLP runs for the last `n_wanted` tokens only: nothing reads the others after it."""
+
+    def forward(self, x: Float[Tensor, "batch n width"], n_wanted: int) -> Float[Tensor, "batch n_wanted width"]:
+        """Return the last `n_wanted` tokens after the layer."""
+        first = x.shape[1] - n_wanted
+        wanted = x[:, first:] + self.attn(self.norm1(x))[:, first:]
+        return wanted + self.mlp(self.norm2(wanted))
+
+
+class PredictorBlocks(nn.Sequential):
+    """All layers: tokens in, the last tokens out."""
+
+    recompute = False
+    """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
+
+    def forward(  # type: ignore[override]
+        self, tokens: Float[Tensor, "batch n width"], n_wanted: int
+    ) -> Float[Tensor, "batch n_wanted width"]:
+        """Return the last `n_wanted` tokens after all layers."""
+        *others, last = self
+        for block in others:
+            tokens = run_layer(block, tokens, self.recompute)
+        return run_layer(last, tokens, self.recompute, n_wanted)
+
+
+class Predictor(MaskedTokens):
+    """Predicts the features of masked patches from context tokens and masked tokens, each target block on its own.
+
+    Args:
+        projection: the layer from encoder to predictor, with the paper's A as its weight.
+        positions: positions of context and masked tokens.
+        depth: number of layers.
+        heads: number of attention heads.
+        outputs: number of predicted values a patch; by default the width of the encoder.
+    """
+
+    def __init__(
+        self, projection: nn.Linear, positions: Positions, depth: int = 6, heads: int = 12, outputs: int | None = None
+    ) -> None:
+        super().__init__(projection, positions)
+        width = projection.out_features
+        if width % heads:
+            raise InputError(f"predictor.heads is {heads}: the predictor's width, {width}, must be a multiple of it.")
+        kinds = [*[Block] * (depth - 1), LastBlock]
+        self.blocks = PredictorBlocks(*(kind(width, heads, qkv_bias=True) for kind in kinds))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, outputs or projection.in_features)
+        initialise_transformer([self.blocks, self.head], self.blocks)
+
     def forward(
         self,
-        context: Float[Tensor, "batch n_context encoder_dim"],
+        context: Float[Tensor, "batch n_tokens encoder_dim"],
         context_indices: Int[Tensor, "batch n_context"],
         target_indices: Int[Tensor, "batch n_blocks n_target"],
-        generator: torch.Generator | None = None,
-    ) -> Float[Tensor, "batch n_blocks n_target encoder_dim"]:
-        """Predicted features of every target block."""
-        n_blocks = target_indices.shape[1]
-        context_positions = self.positions(context_indices, tokens="context", context=context, generator=generator)
-        context_tokens = self.projection(context) + context_positions
-        masked_tokens = self.positions(
-            target_indices.flatten(0, 1), tokens="masked", context=context, generator=generator
-        )
-        if self.positions.adds_mask_token:
-            masked_tokens = masked_tokens + self.mask_token
-        masked_tokens = masked_tokens.to(context_tokens).unflatten(0, (-1, n_blocks))
-        return self.head(self.norm(self._transform(context_tokens, masked_tokens)))
+        noise: Noise | None = None,
+    ) -> Float[Tensor, "batch n_blocks n_target outputs"]:
+        """Return the predictions for every target block.
 
-    def _transform(
-        self,
-        context_tokens: Float[Tensor, "batch n_context width"],
-        masked_tokens: Float[Tensor, "batch n_blocks n_target width"],
-    ) -> Float[Tensor, "batch n_blocks n_target width"]:
-        """What the layers make of the masked tokens of every block."""
-        n_blocks, n_target = masked_tokens.shape[1:3]
-        if self.shared_context:
-            layout = SharedContext(context_tokens.shape[1], n_blocks, n_target)
-            tokens = torch.cat([context_tokens, masked_tokens.flatten(1, 2)], dim=1)
-            return self.blocks(tokens, n_blocks * n_target, layout).unflatten(1, (n_blocks, n_target))
+        Args:
+            context: features of the context patches, after those of prefix tokens, if there are any.
+            context_indices: which patches they are of.
+            target_indices: the patches to predict.
+            noise: noise of the positions; by default they draw it themselves, in training.
+        """
+        n_blocks, n_target = target_indices.shape[1:]
+        context_noise, masked_noise = noise or NO_NOISE
+        context_tokens = self.context_tokens(context, context_indices, context_noise)
+        patches = context[:, context.shape[1] - context_indices.shape[1] :]
+        masked_tokens = self.masked_tokens(target_indices.flatten(0, 1), patches, masked_noise)
         repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
-        tokens = torch.cat([repeated, masked_tokens.flatten(0, 1)], dim=1)
-        return self.blocks(tokens, n_target).unflatten(0, (-1, n_blocks))
+        tokens = torch.cat([repeated, masked_tokens.to(repeated)], dim=1)
+        return self.head(self.norm(self.blocks(tokens, n_target))).unflatten(0, (-1, n_blocks))

@@ -1,121 +1,147 @@
-"""The shape of the noise: the factor A of Σ = σ A Aᵀ, tied to the context's projection or of its own."""
+"""Covariance forms: the factor A of Σ = σ A Aᵀ, tied to the context's projection or learned on its own.
+
+A new form is one class with one decorator, in any module: `@covariance("name") class Mine(Covariance)`.
+"""
 
 import math
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stop_mim.errors import InputError
 from stop_mim.positions.deterministic import PROJECTION_INIT_STD
+from stop_mim.registry import Registry
 
 
 class Covariance(nn.Module, ABC):
-    """The factor A of Σ = σ A Aᵀ: called with noise (…, noise_dim), gives A n (…, dim)."""
+    """The factor A of Σ = σ A Aᵀ: maps standard normal noise (…, noise_dim) to A n (…, dim).
 
-    name: str
+    A subclass takes `(dim, projection)`, where `projection` is the layer that projects the context, or None. A subclass
+    with a `parameter` takes that whole number as a third argument: its users write "name(number)".
+    """
+
+    parameter: ClassVar[str | None] = None
     noise_dim: int
 
     @abstractmethod
     def factor(self) -> Tensor:
-        """A as a matrix, (dim, noise_dim)."""
+        """Return A as a matrix, (dim, noise_dim)."""
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Return A n."""
+        return F.linear(noise, self.factor())
 
 
+COVARIANCES: Registry[type[Covariance]] = Registry("covariance", __name__)
+
+Form = TypeVar("Form", bound=type[Covariance])
+
+
+def covariance(name: str) -> Callable[[Form], Form]:
+    """Register a covariance form under a name."""
+    return COVARIANCES.register(name)
+
+
+def make_covariance(name: str, dim: int, projection: nn.Linear | None) -> Covariance:
+    """Return the covariance of that name, such as "tied" or "low_rank(8)"."""
+    found = re.fullmatch(r"(\w+)\((\d+)\)", name)
+    form = COVARIANCES.find(found[1] if found else name)
+    if (found is None) != (form.parameter is None):
+        given = name.partition("(")[0] + (f"({form.parameter})" if form.parameter else "")
+        raise InputError(f"covariance is '{name}': write {given}.")
+    return form(dim, projection) if found is None else form(dim, projection, int(found[2]))
+
+
+@covariance("tied")
 class TiedCovariance(Covariance):
-    """A is the weight of the layer that projects the context."""
+    """The paper's form: A is the weight of the layer that projects the context."""
 
-    name = "tied"
-
-    def __init__(self, projection: nn.Linear) -> None:
+    def __init__(self, dim: int, projection: nn.Linear | None) -> None:
         super().__init__()
+        if projection is None:
+            raise InputError("covariance is 'tied' and projection is None: pass the layer that projects the context.")
+        # In a tuple, so that the layer is not registered a second time.
         self._projection = (projection,)
         self.noise_dim = projection.in_features
 
     def factor(self) -> Tensor:
-        """The projection's weight."""
+        """Return the projection's weight."""
         return self._projection[0].weight
 
-    def forward(self, noise: Tensor) -> Tensor:
-        """A n."""
-        return F.linear(noise, self.factor())
 
-
+@covariance("identity")
 class IdentityCovariance(Covariance):
-    """Σ = σ I: the fixed covariance of the paper's comparison."""
+    """Σ = σ I: the paper's comparison with a fixed covariance."""
 
-    name = "identity"
     _factor: Tensor
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, projection: nn.Linear | None) -> None:
         super().__init__()
         self.noise_dim = dim
         self.register_buffer("_factor", torch.eye(dim), persistent=False)
 
     def factor(self) -> Tensor:
-        """The identity."""
+        """Return the identity matrix."""
         return self._factor
 
     def forward(self, noise: Tensor) -> Tensor:
-        """The noise itself."""
+        """Return the noise itself."""
         return noise
 
 
+@covariance("diagonal")
 class DiagonalCovariance(Covariance):
-    """A learned scale for every feature, without correlations."""
+    """A learned scale for each feature, without correlations."""
 
-    name = "diagonal"
-
-    def __init__(self, dim: int, encoder_dim: int) -> None:
+    def __init__(self, dim: int, projection: nn.Linear | None) -> None:
         super().__init__()
         self.noise_dim = dim
-        # The total variance that a freshly initialised tied A would have.
-        self.scale = nn.Parameter(torch.full((dim,), PROJECTION_INIT_STD * math.sqrt(encoder_dim)))
+        # The same total variance as a freshly initialised tied A.
+        self.scale = nn.Parameter(torch.full((dim,), PROJECTION_INIT_STD * math.sqrt(_encoder_dim(dim, projection))))
 
     def factor(self) -> Tensor:
-        """The scales on a diagonal."""
+        """Return the scales as a diagonal matrix."""
         return torch.diag(self.scale)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """A n."""
+        """Return A n."""
         return noise * self.scale
 
 
-class FreeCovariance(Covariance):
-    """An A of its own, of any number of columns: nothing but the loss keeps it from vanishing."""
+@covariance("untied")
+class UntiedCovariance(Covariance):
+    """A learned A that is not shared with the projection: only the loss keeps it from vanishing."""
 
-    def __init__(self, name: str, dim: int, encoder_dim: int, rank: int) -> None:
+    def __init__(self, dim: int, projection: nn.Linear | None, rank: int | None = None) -> None:
         super().__init__()
-        self.name, self.noise_dim = name, rank
-        self.weight = nn.Parameter(torch.empty(dim, rank))
-        # The total variance that a freshly initialised tied A would have, at any rank.
+        encoder_dim = _encoder_dim(dim, projection)
+        self.noise_dim = encoder_dim if rank is None else rank
+        self.weight = nn.Parameter(torch.empty(dim, self.noise_dim))
         nn.init.trunc_normal_(self.weight, std=PROJECTION_INIT_STD)
-        self.weight.data.mul_(math.sqrt(encoder_dim / rank))
+        # The same total variance as a freshly initialised tied A, at any rank.
+        self.weight.data.mul_(math.sqrt(encoder_dim / self.noise_dim))
 
     def factor(self) -> Tensor:
-        """The weight."""
+        """Return the learned matrix."""
         return self.weight
 
-    def forward(self, noise: Tensor) -> Tensor:
-        """A n."""
-        return F.linear(noise, self.weight)
+
+@covariance("low_rank")
+class LowRankCovariance(UntiedCovariance):
+    """An untied A with r columns."""
+
+    parameter = "r"
+
+    def __init__(self, dim: int, projection: nn.Linear | None, rank: int) -> None:
+        if not 1 <= rank <= dim:
+            raise InputError(f"covariance is 'low_rank({rank})': choose r from 1 to {dim}, the width of the positions.")
+        super().__init__(dim, projection, rank)
 
 
-def make_covariance(name: str, dim: int, projection: nn.Linear | None) -> Covariance:
-    """The covariance of that name: tied, identity, diagonal, untied or low_rank(r)."""
-    encoder_dim = projection.in_features if projection is not None else dim
-    if name == "tied":
-        if projection is None:
-            raise ValueError("covariance is 'tied' and projection is None: hand over the layer that projects context.")
-        return TiedCovariance(projection)
-    if name == "identity":
-        return IdentityCovariance(dim)
-    if name == "diagonal":
-        return DiagonalCovariance(dim, encoder_dim)
-    if name == "untied":
-        return FreeCovariance(name, dim, encoder_dim, rank=encoder_dim)
-    rank = name.removeprefix("low_rank(").removesuffix(")")
-    if name == f"low_rank({rank})" and rank.isdecimal() and 1 <= int(rank) <= dim:
-        return FreeCovariance(name, dim, encoder_dim, rank=int(rank))
-    raise ValueError(
-        f"covariance is '{name}': choose tied, identity, diagonal, untied or low_rank(r) with r from 1 to {dim}."
-    )
+def _encoder_dim(dim: int, projection: nn.Linear | None) -> int:
+    return dim if projection is None else projection.in_features

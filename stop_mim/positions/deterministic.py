@@ -1,11 +1,12 @@
-"""What positions are, and the two kinds without noise: sine-cosine and learned tables over a grid of patches."""
+"""The interface of positions, and the two kinds without noise: sine-cosine and learned tables over a grid of patches."""
 
 from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from stop_mim.errors import InputError
 
 Grid = tuple[int, int]
 Tokens = Literal["masked", "context"]
@@ -15,56 +16,61 @@ PROJECTION_INIT_STD = 0.02
 
 
 def sincos_positions(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
-    """Sine-cosine embedding of continuous patch coordinates: the first half of the features is the column's."""
+    """Return sine-cosine embeddings of continuous patch coordinates; the first half of the features is the column's."""
     frequencies = sincos_frequencies(dim).to(rows.device)
     angles = [coordinate.to(torch.float64)[..., None] * frequencies for coordinate in (columns, rows)]
     return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=-1).float()
 
 
 def sincos_frequencies(dim: int) -> Tensor:
-    """The dim / 4 angles by which one patch turns the pairs of sine and cosine of a coordinate."""
+    """Return the dim / 4 frequencies of the sine-cosine pairs of one coordinate, in radians a patch."""
     if dim <= 0 or dim % 4:
-        raise ValueError(f"dim is {dim}: two-dimensional sine-cosine positions need a positive multiple of 4.")
+        raise InputError(f"dim is {dim}: two-dimensional sine-cosine positions need a positive multiple of 4.")
     return 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
 
 
 class Positions(nn.Module, ABC):
-    """Maps patch indices (B, n), row-major over the grid, to position vectors (B, n, dim)."""
+    """Maps patch indices (B, n), row-major over the grid, to position vectors (B, n, dim).
+
+    The noise of stochastic positions can be drawn beforehand with `draw_noise` and passed to the call. Without it, the
+    call draws from torch's default generator in training mode.
+    """
 
     grid: Grid
     dim: int
     adds_mask_token: bool = True
-    """Whether a masked token also carries the learned vector m̃ that marks it as masked."""
+    """Whether masked tokens also carry the learned vector m̃ that marks them as masked."""
 
     @abstractmethod
     def table(self) -> Tensor:
-        """The (deterministic) positions ψ of the whole grid, (rows · columns, dim)."""
-
-    @abstractmethod
-    def resized(self, grid: Grid | int) -> "Positions":
-        """The same positions on another grid that covers the same image."""
+        """Return the positions ψ of the whole grid without noise, (rows · columns, dim)."""
 
     def forward(
-        self,
-        indices: Tensor,
-        *,
-        tokens: Tokens = "masked",
-        context: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, indices: Tensor, *, tokens: Tokens = "masked", context: Tensor | None = None, noise: Tensor | None = None
     ) -> Tensor:
-        """Positions of these patches; the rest only matters to noise.
+        """Return the positions of these patches.
 
-        `tokens` says which tokens they are for. `context` are the encoder's features of each image, (images, n, features),
-        for noise that depends on them; every image may have several rows of indices, one after the other.
+        Args:
+            indices: patch indices, (B, n).
+            tokens: which tokens the positions are for; noise may apply to one kind only.
+            context: encoder features of each image, (images, n, features), for noise that depends on them. Each image may
+                have several consecutive rows of indices.
+            noise: the result of `draw_noise` for these indices and tokens.
         """
         return self.table()[indices]
 
+    def draw_noise(
+        self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
+    ) -> Tensor | None:
+        """Draw standard normal noise for a call with these arguments; None if the call adds no noise."""
+        return None
+
     def noise_power(self) -> Tensor:
-        """E ‖ψ̂ - ψ‖² of the tokens that get noise in training, on average over patches and images."""
+        """Return E ‖ψ̂ - ψ‖² of the tokens that get noise in training, averaged over patches and images."""
         return self.table().new_zeros(())
 
     def set_step(self, step: int) -> None:
-        """Move whatever follows a schedule to this training step."""
+        """Move values that follow a schedule to this training step."""
 
     def extra_repr(self) -> str:
         return f"grid={self.grid[0]}x{self.grid[1]}, dim={self.dim}"
@@ -78,29 +84,17 @@ class SinCosPositions(Positions):
     def __init__(self, grid: Grid | int, dim: int) -> None:
         super().__init__()
         self.grid, self.dim = as_grid(grid), dim
-        self._set_table(self.grid)
-
-    def _set_table(self, covered: Grid) -> None:
-        self._covered = covered
-        rows, columns = (
-            (torch.arange(size) + 0.5) * old / size - 0.5 for size, old in zip(self.grid, covered, strict=True)
-        )
-        table = sincos_positions(rows[:, None].expand(self.grid), columns.expand(self.grid), self.dim)
+        rows, columns = (torch.arange(size, dtype=torch.float32) for size in self.grid)
+        table = sincos_positions(rows[:, None].expand(self.grid), columns.expand(self.grid), dim)
         self.register_buffer("_table", table.flatten(0, 1), persistent=False)
 
     def table(self) -> Tensor:
-        """The positions ψ of the whole grid."""
+        """Return the positions ψ of the whole grid."""
         return self._table
-
-    def resized(self, grid: Grid | int) -> "SinCosPositions":
-        """Sine and cosine at the new patches' centres, in the coordinates of the grid that these were made for."""
-        other = SinCosPositions(grid, self.dim)
-        other._set_table(self._covered)
-        return other.to(self.table().device)
 
 
 class LearnedPositions(Positions):
-    """One free vector a patch."""
+    """One learned vector a patch."""
 
     def __init__(self, grid: Grid | int, dim: int) -> None:
         super().__init__()
@@ -109,32 +103,19 @@ class LearnedPositions(Positions):
         nn.init.trunc_normal_(self.weight, std=PROJECTION_INIT_STD)
 
     def table(self) -> Tensor:
-        """The positions ψ of the whole grid."""
+        """Return the positions ψ of the whole grid."""
         return self.weight
-
-    def resized(self, grid: Grid | int) -> "LearnedPositions":
-        """The learned table, interpolated bicubically."""
-        other = LearnedPositions(grid, self.dim).to(self.weight)
-        other.weight.data.copy_(interpolate_table(self.weight.detach(), self.grid, other.grid))
-        return other
-
-
-def interpolate_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
-    """A table of position vectors on one grid, resampled bicubically to another."""
-    image = table.unflatten(0, old).permute(2, 0, 1)[None].float()
-    resized = F.interpolate(image, size=new, mode="bicubic", antialias=True, align_corners=False)
-    return resized[0].permute(1, 2, 0).flatten(0, 1).to(table.dtype)
 
 
 def as_grid(grid: Grid | int) -> Grid:
-    """(rows, columns) of a grid; a single number is a square."""
+    """Return (rows, columns); a single number is a square grid."""
     rows, columns = (grid, grid) if isinstance(grid, int) else grid
     if rows < 1 or columns < 1:
-        raise ValueError(f"grid is {rows}x{columns}: it needs at least one row and one column.")
+        raise InputError(f"grid is {rows}x{columns}: it needs at least one row and one column.")
     return rows, columns
 
 
-def check_choice(thing: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices."""
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise InputError unless the value is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{thing} is '{value}': choose one of {', '.join(choices)}.")
+        raise InputError(f"{name} is '{value}': choose one of {', '.join(choices)}.")

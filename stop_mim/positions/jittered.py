@@ -1,10 +1,11 @@
-"""Noise in coordinate space: a patch's row and column are jittered before sine and cosine. Ours, not the paper's."""
+"""Noise in coordinate space: row and column of a patch are jittered before sine and cosine. Ours, not the paper's."""
 
 import math
 
 import torch
 from torch import Tensor, nn
 
+from stop_mim.errors import InputError
 from stop_mim.positions.deterministic import (
     ApplyTo,
     Grid,
@@ -17,9 +18,9 @@ from stop_mim.positions.deterministic import (
 
 
 def shifted_positions(positions: Tensor, shifts: Tensor, frequencies: Tensor) -> Tensor:
-    """Sine-cosine positions (…, dim) moved by (…, 2) rows and columns: ψ(x + δ) from ψ(x), bit-equal to it where δ is 0.
+    """Shift sine-cosine positions (…, dim) by (…, 2) rows and columns: ψ(x + δ) from ψ(x), bit-equal to it where δ is 0.
 
-    Sine and cosine of a sum are those of its parts, turned; the coordinates themselves are not needed.
+    It uses the sum formulas of sine and cosine, so that the coordinates themselves are not needed.
     """
     sine, cosine = positions.unflatten(-1, (2, 2, -1)).unbind(-2)  # (…, 2, dim / 4) each: columns, then rows
     angles = shifts.flip(-1)[..., None] * frequencies
@@ -28,14 +29,16 @@ def shifted_positions(positions: Tensor, shifts: Tensor, frequencies: Tensor) ->
 
 
 class JitteredPositions(Positions):
-    """Sine-cosine positions of coordinates with normal noise, ψ(x + δ) with δ ~ N(0, scale²), in training only.
+    """Sine-cosine positions of jittered coordinates, ψ(x + δ) with δ ~ N(0, scale²), in training only.
 
-    - `scale`: the standard deviation of δ, in patches of the grid that the positions were made for.
-    - `learned`: whether rows and columns have a scale each that is learned from this start. Nothing ties it: the model may
-      silence the noise without losing anything else, and whether it does is what there is to see.
-    - `apply_to`: which tokens get noise: "masked", "context", "both" or "none".
+    The mean of the samples is not ψ: frequency ω is damped by exp(-ω² scale² / 2).
 
-    The samples' mean is not ψ: frequency ω is damped by exp(-ω² scale² / 2).
+    Args:
+        grid: rows and columns of patches.
+        dim: width of the positions.
+        scale: standard deviation of δ, in patches.
+        learned: learn one scale each for rows and columns, starting from `scale`. Nothing keeps it from vanishing.
+        apply_to: which tokens get noise: "masked", "context", "both" or "none".
     """
 
     log_scale: nn.Parameter | None
@@ -49,9 +52,9 @@ class JitteredPositions(Positions):
         super().__init__()
         check_choice("apply_to", apply_to, ("masked", "context", "both", "none"))
         if not (math.isfinite(scale) and scale >= 0):
-            raise ValueError(f"scale is {scale}: give a finite number that is zero or positive.")
+            raise InputError(f"scale is {scale}: give 0 or a positive number.")
         if learned and scale == 0:
-            raise ValueError("scale is 0 and learned: start a learned scale above zero.")
+            raise InputError("scale is 0 and learned: give a learned scale a start above 0.")
         self.base = SinCosPositions(grid, dim)
         self.grid, self.dim = self.base.grid, dim
         self.learned, self.apply_to, self._start = learned, apply_to, float(scale)
@@ -59,51 +62,49 @@ class JitteredPositions(Positions):
         self.register_buffer("_fixed_scale", torch.full((2,), self._start), persistent=False)
         self.log_scale = None
         if learned:
-            # A scale of noise that goes nowhere would wait for a gradient that cannot come.
+            # Without noise there is no gradient, and DistributedDataParallel would wait for it.
             self.log_scale = nn.Parameter(self._fixed_scale.log(), requires_grad=apply_to != "none")
 
     def scale(self) -> Tensor:
-        """The standard deviations of rows and columns as they are now, (2,)."""
+        """Return the current standard deviations of rows and columns, (2,)."""
         return self._fixed_scale if self.log_scale is None else self.log_scale.exp()
 
     def table(self) -> Tensor:
-        """The positions ψ of the whole grid, without noise."""
+        """Return the positions ψ of the whole grid without noise."""
         return self.base.table()
 
     def forward(
-        self,
-        indices: Tensor,
-        *,
-        tokens: Tokens = "masked",
-        context: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, indices: Tensor, *, tokens: Tokens = "masked", context: Tensor | None = None, noise: Tensor | None = None
     ) -> Tensor:
-        """Positions for masked or context tokens: with noise where it applies, in training mode only."""
+        """Return the positions of these patches: with noise where it applies, in training mode only."""
+        if noise is None:
+            noise = self.draw_noise(indices, tokens=tokens)
+        positions = self.base(indices)
+        return positions if noise is None else shifted_positions(positions, noise * self.scale(), self._frequencies)
+
+    def draw_noise(
+        self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
+    ) -> Tensor | None:
+        """Draw δ in units of the scale, (B, n, 2); None if these tokens get no noise."""
         check_choice("tokens", tokens, ("masked", "context"))
-        applies = self.apply_to in (tokens, "both")
-        if not (self.training and applies) or self._start == 0:
-            return self.base(indices)
-        return self.sample(indices, generator=generator)
+        if not self.training or self.apply_to not in (tokens, "both") or self._start == 0:
+            return None
+        return self._standard_normal(indices, generator)
 
     def sample(self, indices: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Noisy positions, in training and evaluation mode alike."""
-        positions = self.base(indices)
-        noise = torch.randn(*indices.shape, 2, device=positions.device, dtype=positions.dtype, generator=generator)
-        return shifted_positions(positions, noise * self.scale(), self._frequencies)
+        """Return noisy positions, in training and evaluation mode."""
+        return self(indices, noise=self._standard_normal(indices, generator))
 
     def noise_power(self) -> Tensor:
-        """E ‖ψ(x + δ) - ψ(x)‖², the same for every patch: the sum of 2 - 2 E cos(ω δ) over both axes' frequencies."""
+        """Return E ‖ψ(x + δ) - ψ(x)‖², the same for every patch: the sum of 2 - 2 E cos(ω δ) over all frequencies."""
         if self.apply_to == "none":
             return super().noise_power()
         exponents = (self.scale()[:, None] * self._frequencies).square() / 2
         return -2 * torch.expm1(-exponents).sum()
 
-    def resized(self, grid: Grid | int) -> "JitteredPositions":
-        """The same jitter, as a part of the image, around the positions of another grid; a learned scale is shared."""
-        other = JitteredPositions(grid, self.dim, self._start, self.learned, self.apply_to)
-        other.base, other.log_scale = self.base.resized(grid), self.log_scale
-        return other.to(self.table().device).train(self.training)
-
     def extra_repr(self) -> str:
         rows, columns = self.scale().tolist()
         return f"scale={rows:g}x{columns:g}, learned={self.learned}, apply_to={self.apply_to}"
+
+    def _standard_normal(self, indices: Tensor, generator: torch.Generator | None) -> Tensor:
+        return torch.randn(*indices.shape, 2, device=self.table().device, generator=generator)

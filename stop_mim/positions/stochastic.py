@@ -1,4 +1,4 @@
-"""StoP, the paper's idea: positions of masked tokens are drawn from a normal distribution around the fixed ones."""
+"""StoP, the paper's method: positions of masked tokens are drawn from a normal distribution around fixed ones."""
 
 import math
 from collections.abc import Callable
@@ -7,47 +7,42 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from stop_mim.positions.covariance import Covariance, make_covariance
-from stop_mim.positions.deterministic import ApplyTo, Grid, Positions, Tokens, check_choice
+from stop_mim.errors import InputError
+from stop_mim.positions.covariance import make_covariance
+from stop_mim.positions.deterministic import ApplyTo, Positions, Tokens, check_choice
 from stop_mim.positions.noise_scale import NoiseScale
 
 Convention = Literal["paper", "release"]
 
 
 def stochastic_positions(
-    positions: Tensor,
-    project: Callable[[Tensor], Tensor],
-    noise_dim: int,
-    noise_std: float | Tensor,
-    generator: torch.Generator | None = None,
+    positions: Tensor, noise: Tensor, noise_std: float | Tensor, project: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """ψ̂ = A n + ψ with n ~ N(0, noise_std² I): `project` multiplies by A, so gradients reach A through the noise."""
-    noise = torch.randn(
-        *positions.shape[:-1], noise_dim, device=positions.device, dtype=positions.dtype, generator=generator
-    )
+    """Return ψ̂ = A n + ψ with n = noise_std · noise; `project` multiplies by A, so that gradients reach A."""
     return project(noise * noise_std) + positions
 
 
 class StochasticPositions(Positions):
-    """StoP: positions drawn from N(ψ, Σ) with Σ = σ A Aᵀ, in training only.
+    """StoP: positions ψ̂ ~ N(ψ, Σ) with Σ = σ A Aᵀ, in training only; in evaluation they are ψ.
 
-    `projection` is the linear layer that carries the context's features into the predictor (or decoder); its weight is
-    A, so silencing the noise would silence the context too. It stays the property of the model that it is part of.
+    A sample is ψ̂ = A n + ψ with n ~ N(0, σ I). A is the weight of `projection`, the layer that projects the context
+    into the predictor. Making A small would silence the noise, but the context with it, so that A cannot collapse.
 
-    - `sigma`: a number, or a function of the training step that `set_step` evaluates.
-    - `apply_to`: which tokens get noise: "masked" (the paper's choice), "context", "both" or "none".
-    - `covariance`: "tied" (A of the projection), "identity" (Σ = σ I, nothing learned), "diagonal", "untied" (an A of
-      its own) or "low_rank(r)" (an A of its own with r columns).
-    - `convention`: what sigma and the masked token mean.
-      "paper": sigma is the variance of n, and the masked token is A n + ψ + m̃, where the caller adds the learned m̃.
-      "release": sigma is the standard deviation of n, and the masked token is A n + b + ψ with the projection's bias b,
-      which is added here, and no m̃ (`adds_mask_token` is False).
-    - `noise_scale`: how much noise each image gets, as its context has it (ours, not the paper's); not given: all the
-      same. With it, training needs `positions(indices, context=features)`.
+    Args:
+        base: the means ψ.
+        projection: linear layer from encoder to predictor. It is not registered here: the model owns it.
+        sigma: σ, or a function from the training step to σ; `set_step` evaluates it.
+        apply_to: which tokens get noise: "masked" (the paper), "context", "both" or "none".
+        covariance: "tied" (A is the projection's weight), "identity", "diagonal", "untied", "low_rank(r)" or the name of
+            a registered `Covariance`.
+        convention: "paper": σ is the variance of n, and a masked token is A n + ψ + m̃; the caller adds m̃.
+            "release": σ is the standard deviation of n, and a masked token is A n + b + ψ with the projection's bias b,
+            which is added here, and without m̃ (`adds_mask_token` is False).
+        noise_scale: scales the noise of each image by its context (ours, not the paper's). With it, calls in training
+            need `context`.
     """
 
     noise_std: Tensor
-    covariance: Covariance
 
     def __init__(
         self,
@@ -63,142 +58,123 @@ class StochasticPositions(Positions):
         check_choice("apply_to", apply_to, ("masked", "context", "both", "none"))
         check_choice("convention", convention, ("paper", "release"))
         if projection is not None and projection.out_features != base.dim:
-            raise ValueError(
-                f"projection gives {projection.out_features} features and the positions have {base.dim}: "
-                "make the projection as wide as the positions."
+            raise InputError(
+                f"projection has {projection.out_features} output features and the positions {base.dim}: make them equal."
             )
-        self.grid, self.dim = base.grid, base.dim
-        self.base = base
-        # In a tuple, so that the layer is not registered here a second time.
+        self.grid, self.dim, self.base = base.grid, base.dim, base
+        # In a tuple, so that the layer is not registered a second time.
         self._projection = (projection,)
-        self.covariance = make_covariance(covariance, base.dim, projection)
+        self.covariance_name, self.covariance = covariance, make_covariance(covariance, base.dim, projection)
         self.noise_scale = noise_scale
-        # What is learned about noise that goes nowhere would wait for a gradient that cannot come.
-        for learned in self._noise_parameters():
-            learned.requires_grad_(apply_to != "none")
         self.apply_to, self.convention = apply_to, convention
         self.adds_mask_token = convention == "paper"
+        for parameter in self._noise_parameters():
+            # Without noise there is no gradient, and DistributedDataParallel would wait for it.
+            parameter.requires_grad_(apply_to != "none")
         self._sigma_at = sigma if callable(sigma) else None
+        # A tensor, so that neither a compiled model nor a CUDA graph fixes its value.
         self.register_buffer("noise_std", torch.zeros(()), persistent=False)
         self.set_sigma(sigma(0) if callable(sigma) else sigma)
 
     def set_sigma(self, sigma: float) -> None:
-        """Change sigma from here on."""
+        """Change σ."""
         if not (math.isfinite(sigma) and sigma >= 0):
-            raise ValueError(f"sigma is {sigma}: give a finite number that is zero or positive.")
+            raise InputError(f"sigma is {sigma}: give 0 or a positive number.")
         self.sigma = float(sigma)
         self._silent = self.sigma == 0
-        # A tensor, so that a compiled model does not compile anew for every value of a schedule.
         self.noise_std.fill_(math.sqrt(sigma) if self.convention == "paper" else sigma)
 
     def set_step(self, step: int) -> None:
-        """Move sigma to this training step, if it follows a schedule."""
+        """Set σ to its value at this training step, if it follows a schedule."""
         if self._sigma_at is not None:
             self.set_sigma(self._sigma_at(step))
 
     def table(self) -> Tensor:
-        """The means ψ of the whole grid."""
+        """Return the means ψ of the whole grid."""
         return self.base.table()
 
+    def draw_noise(
+        self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
+    ) -> Tensor | None:
+        """Draw standard normal noise, (B, n, noise_dim); None if these tokens get no noise."""
+        if not (self.training and self._applies_to(tokens)) or self._silent:
+            return None
+        return self._standard_normal(indices, generator)
+
     def forward(
-        self,
-        indices: Tensor,
-        *,
-        tokens: Tokens = "masked",
-        context: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        self, indices: Tensor, *, tokens: Tokens = "masked", context: Tensor | None = None, noise: Tensor | None = None
     ) -> Tensor:
-        """Positions for masked or context tokens: with noise where it applies, in training mode only."""
-        if not (self.training and self._applies_to(tokens)):
-            return self.mean(indices, tokens=tokens)
-        if self.noise_scale is not None and context is None:
-            raise ValueError(
-                "context is None and the noise depends on the context: call positions(indices, context=features)."
-            )
-        if self._silent:
-            return self._silent_sample(indices, tokens)
-        return self.sample(indices, tokens=tokens, context=context, generator=generator)
+        """Return ψ̂ of these patches in training, where noise applies to these tokens, and ψ otherwise."""
+        if noise is None:
+            noise = self.draw_noise(indices, tokens=tokens)
+        if self.training and self._applies_to(tokens):
+            if self.noise_scale is not None and context is None:
+                raise InputError(
+                    "context is None and the noise depends on the context: call positions(indices, context=features)."
+                )
+            if noise is None:
+                return self._with_zero_gradients(self.mean(indices, tokens=tokens))
+        return self.mean(indices, tokens=tokens) if noise is None else self._noisy(indices, tokens, context, noise)
 
     def mean(self, indices: Tensor, *, tokens: Tokens = "masked") -> Tensor:
-        """The positions without noise."""
+        """Return the positions without noise."""
         positions = self.base(indices)
-        bias = self._masked_bias(tokens)
+        # The release passes the noise through the whole linear layer: tokens without noise get no bias either.
+        adds_bias = self.convention == "release" and tokens == "masked" and self._applies_to(tokens)
+        bias = getattr(self._projection[0], "bias", None) if adds_bias else None
         return positions if bias is None else positions + bias
 
-    def sample(
-        self,
-        indices: Tensor,
-        *,
-        tokens: Tokens = "masked",
-        context: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Noisy positions, in training and evaluation mode alike; without a context as much as images have on average."""
-        mean = self.mean(indices, tokens=tokens)
-        noise_std = self._noise_std_of(indices, context)
-        return stochastic_positions(mean, self.covariance, self.covariance.noise_dim, noise_std, generator)
+    def sample(self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None) -> Tensor:
+        """Return noisy positions, in training and evaluation mode; with a `noise_scale`, those of an average image."""
+        return self._noisy(indices, tokens, None, self._standard_normal(indices, generator))
 
     def covariance_matrix(self) -> Tensor:
-        """Σ, the covariance of a sampled position, (dim, dim); of noise that depends on the context the mean over images."""
+        """Return Σ, (dim, dim); with a `noise_scale`, its mean over images."""
         A = self.covariance.factor()
         return self.noise_std.square() * A @ A.T
 
     def noise_power(self) -> Tensor:
-        """The trace of Σ, where any tokens get noise."""
+        """Return the trace of Σ, or 0 if no tokens get noise."""
         power = self.noise_std.square() * self.covariance.factor().square().sum()
         return torch.zeros_like(power) if self.apply_to == "none" else power
 
-    def resized(self, grid: Grid | int) -> "StochasticPositions":
-        """The same noise around the positions of another grid."""
-        other = StochasticPositions(
-            self.base.resized(grid),
-            self._projection[0],
-            self._sigma_at or self.sigma,
-            self.apply_to,
-            self.covariance.name,
-            self.convention,
-            self.noise_scale,
-        )
-        other.covariance = self.covariance
-        other.set_sigma(self.sigma)
-        return other.to(self.table().device).train(self.training)
-
     def extra_repr(self) -> str:
         return (
-            f"sigma={self.sigma:g}, apply_to={self.apply_to}, covariance={self.covariance.name}, "
-            f"convention={self.convention}"
+            f"grid={self.grid[0]}x{self.grid[1]}, dim={self.dim}, sigma={self.sigma:g}, apply_to={self.apply_to}, "
+            f"covariance={self.covariance_name}, convention={self.convention}"
         )
 
-    def _noise_parameters(self) -> list[nn.Parameter]:
-        scaling = [] if self.noise_scale is None else self.noise_scale.parameters()
-        return [*self.covariance.parameters(), *scaling]
+    def _noisy(self, indices: Tensor, tokens: Tokens, context: Tensor | None, noise: Tensor) -> Tensor:
+        mean = self.mean(indices, tokens=tokens)
+        return stochastic_positions(mean, noise, self._noise_std_of(indices, context), self.covariance)
 
     def _noise_std_of(self, indices: Tensor, context: Tensor | None) -> Tensor:
         if self.noise_scale is None or context is None:
             return self.noise_std
         rows, images = len(indices), len(context)
         if rows % images:
-            raise ValueError(
+            raise InputError(
                 f"indices have {rows} rows and the context {images} images: give every image the same number of rows."
             )
         scale = self.noise_scale(context).repeat_interleave(rows // images)
         return self.noise_std * scale.to(self.noise_std)[:, None, None]
 
-    def _silent_sample(self, indices: Tensor, tokens: Tokens) -> Tensor:
-        positions = self.mean(indices, tokens=tokens)
-        for parameter in self._noise_parameters():
-            # The sum of nothing is +0, which changes no bit; with it the gradient is zero and not missing, as
-            # DistributedDataParallel wants it of everything that learns.
-            positions = positions - parameter.flatten()[:0].sum()
-        return positions
+    def _standard_normal(self, indices: Tensor, generator: torch.Generator | None) -> Tensor:
+        table = self.table()
+        shape = (*indices.shape, self.covariance.noise_dim)
+        return torch.randn(shape, device=table.device, dtype=table.dtype, generator=generator)
 
     def _applies_to(self, tokens: Tokens) -> bool:
         check_choice("tokens", tokens, ("masked", "context"))
         return self.apply_to in (tokens, "both")
 
-    def _masked_bias(self, tokens: Tokens) -> Tensor | None:
-        # The release sends the noise through the whole linear layer; where no noise goes, no bias goes either.
-        if self.convention == "paper" or tokens == "context" or not self._applies_to(tokens):
-            return None
-        projection = self._projection[0]
-        return None if projection is None else projection.bias
+    def _noise_parameters(self) -> list[nn.Parameter]:
+        scaling = [] if self.noise_scale is None else self.noise_scale.parameters()
+        return [*self.covariance.parameters(), *scaling]
+
+    def _with_zero_gradients(self, positions: Tensor) -> Tensor:
+        """Give parameters of the noise a gradient of zero while σ is 0: DistributedDataParallel waits for all gradients."""
+        for parameter in self._noise_parameters():
+            # The sum of no elements is +0: subtracting it changes no bit.
+            positions = positions - parameter.flatten()[:0].sum()
+        return positions

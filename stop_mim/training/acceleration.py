@@ -1,19 +1,16 @@
-"""Everything that makes a step faster and leaves what it learns as it is, but for rounding and random draws."""
+"""Makes a training step faster without changing what it computes, up to rounding: kernels, compilation, CUDA graphs."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from stop_mim.errors import InputError, first_line
 from stop_mim.masking import Masks
-from stop_mim.models.frozen_forward import has_frozen_forward
-from stop_mim.models.ijepa import IJEPA
+from stop_mim.models.kernels.fast import is_half, use_fast_kernels
 from stop_mim.models.objective import Objective
-from stop_mim.models.short_attention import use_short_attention
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
@@ -27,61 +24,43 @@ Say = Callable[[str], None]
 
 
 def autocast_for(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 autocast, which needs no scaling of gradients, or nothing."""
+    """Return bf16 autocast, which needs no gradient scaler, or a context that does nothing."""
     if is_half(precision, device):
         return torch.autocast(device.type, torch.bfloat16)
     return nullcontext()
 
 
-def is_half(precision: str, device: torch.device) -> bool:
-    """Whether this precision is bf16 on this device."""
-    return precision == "bf16" or (precision == "auto" and device.type == "cuda")
-
-
 def accelerate(
     step: TrainingStep, speed: SpeedConfig, steps: int, say: Say, warn: Say, fixed_shapes: bool = True
 ) -> Step:
-    """The step as `speed` wants it for a run of so many steps: compiled, captured as a CUDA graph, or as it is.
+    """Return the step with fast kernels and, if it is worth it, compiled and captured as a CUDA graph.
 
-    Batches whose shapes are not fixed would be compiled anew again and again, and cannot be captured.
+    Args:
+        step: the plain step; its objective is changed in place.
+        speed: where `compile` or `graph` is None, device, number of processes and `steps` decide.
+        steps: length of the whole run.
+        say: shows a message.
+        warn: shows a warning.
+        fixed_shapes: whether all batches have the same shapes. Others are compiled again and again, and not captured.
     """
-    on_gpu = step.ranks.device.type == "cuda"
-    require_possible(step.objective, speed, step.ranks)
-    prepare_objective(step.objective, speed, step.ranks.device)
-    worthwhile = on_gpu and fixed_shapes
+    require_possible(speed, step.ranks)
+    use_fast_kernels(step.objective, speed.precision, step.ranks.device, speed.recompute)
+    worthwhile = step.ranks.device.type == "cuda" and fixed_shapes
     compiles = speed.compile if speed.compile is not None else worthwhile and steps >= STEPS_WORTH_COMPILING
-    alone_on_gpu = worthwhile and step.ranks.world_size == 1
-    captures = speed.graph if speed.graph is not None else alone_on_gpu and steps >= STEPS_WORTH_CAPTURING
+    alone = worthwhile and step.ranks.world_size == 1
+    captures = speed.graph if speed.graph is not None else alone and steps >= STEPS_WORTH_CAPTURING
     inner: Step = CompiledStep(step, say, warn) if compiles else step
     return CapturedStep(step, inner, warn) if captures else inner
 
 
-def require_possible(objective: Objective, speed: SpeedConfig, ranks: Ranks) -> None:
-    """Refuse what `speed` asks for where the objective or the device cannot do it."""
+def require_possible(speed: SpeedConfig, ranks: Ranks) -> None:
+    """Raise InputError if `speed` asks for something that this device cannot do."""
     if speed.graph and (ranks.device.type != "cuda" or ranks.world_size > 1):
         raise InputError("speed.graph is True: CUDA graphs need a GPU and a single process; leave it out.")
 
 
-def prepare_objective(objective: Objective, speed: SpeedConfig, device: torch.device) -> None:
-    """Give an objective the layers and the target's precision that suit `speed` and the device."""
-    half_on_gpu = device.type == "cuda" and is_half(speed.precision, device)
-    if half_on_gpu:
-        use_short_attention(objective.layers())
-        if isinstance(objective, IJEPA) and has_frozen_forward(objective.target):
-            objective.frozen_precision = "bf16"
-    if speed.recompute:
-        recompute_layers(objective)
-
-
-def recompute_layers(objective: Objective) -> None:
-    """Keep what goes into a layer alone, and compute what is in it again for its gradient."""
-    for layer in objective.layers():
-        draws = any(getattr(module, "drop_prob", 0) for module in layer.modules())
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=draws)
-
-
 class CompiledStep:
-    """A step whose objective is compiled, forward and backward; if that fails it goes on without, and says so."""
+    """A step with a compiled objective; if compilation fails, it warns and trains without."""
 
     def __init__(self, step: TrainingStep, say: Say, warn: Say) -> None:
         self._step, self._say, self._warn = step, say, warn
@@ -98,7 +77,7 @@ class CompiledStep:
             return self._step(batches, values, seed)
         except (InputError, torch.OutOfMemoryError):
             raise
-        # Whatever dynamo, inductor, triton or a compiler make of this machine; the weights are as they were.
+        # Compilers raise all kinds of errors. The weights have not changed yet.
         except Exception as error:
             self._warn(f"The model could not be compiled ({first_line(error)}): it trains without, slower.")
             self._step.objective._compiled_call_impl = None
@@ -106,10 +85,10 @@ class CompiledStep:
 
 
 class CapturedStep:
-    """A step as one CUDA graph: after a few plain steps it is recorded once, and from there on replayed.
+    """A step captured as one CUDA graph: after a few plain steps it is recorded once, then replayed.
 
-    A replay launches all kernels of the step together, so that a small model does not wait for Python. Its batches are
-    copied to where the recorded kernels read them; schedules and random draws are in tensors and generators already.
+    A replay launches all kernels of the step at once, so that a small model does not wait for Python. Batches are copied
+    to where the recorded kernels read them; scheduled values are in tensors, and the graph knows the step's generator.
     """
 
     def __init__(self, step: TrainingStep, first: Step, warn: Say) -> None:
@@ -127,7 +106,7 @@ class CapturedStep:
             return self._first(batches, values, seed)
         if self._plain_steps < STEPS_BEFORE_CAPTURE:
             self._plain_steps += 1
-            return self._aside(batches, values, seed)
+            return self._on_side_stream(batches, values, seed)
         recorded = self._recorded or self._capture(batches)
         if recorded is None:
             return self._first(batches, values, seed)
@@ -140,13 +119,13 @@ class CapturedStep:
         graph.replay()
         return outcome.clone()
 
-    def _aside(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
-        """A plain step on another stream, as torch wants it before a recording."""
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
+    def _on_side_stream(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+        """Take a plain step on another stream, which torch asks for before a capture."""
+        here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
             outcome = self._first(batches, values, seed)
-        here.wait_stream(aside)
+        here.wait_stream(side)
         return outcome
 
     def _capture(self, batches: Batches) -> tuple[torch.cuda.CUDAGraph, Outcome] | None:
@@ -154,16 +133,17 @@ class CapturedStep:
             (images.clone(), Masks(masks.context.clone(), masks.targets.clone())) for images, masks in batches
         ]
         self._step.optimiser.zero_grad(set_to_none=True)
-        # A graph has memory of its own: what the plain steps used is given back first.
-        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._step.generator)
         try:
             with recording(graph):
                 outcome = self._step.run(self._inputs)
         except torch.OutOfMemoryError:
             raise
-        # Whatever in an objective cannot be recorded: the step was not taken, and can be taken plainly.
+        # An objective may do something that cannot be recorded. The step has not run, and can be taken plainly.
         except Exception as error:
+            # The old generator may believe that it is still being captured.
+            self._step.generator = torch.Generator(self._step.ranks.device)
             self._give_up(first_line(error))
             return None
         self._recorded = graph, outcome
@@ -176,9 +156,22 @@ class CapturedStep:
         self._is_given_up, self._recorded, self._inputs = True, None, []
 
 
-def recording(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[Any]:
-    """Record what is launched into the graph; threads that decode images may use the device meanwhile."""
-    return torch.cuda.graph(graph, capture_error_mode="thread_local")
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Record all launches of this thread into the graph; other threads may use the device meanwhile.
+
+    The garbage collector is stopped: an event, a graph or page-locked memory of an earlier run that is freed during a
+    capture calls CUDA, and the capture fails.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _shapes(batches: Batches) -> list[tuple[torch.Size, ...]]:
@@ -186,5 +179,5 @@ def _shapes(batches: Batches) -> list[tuple[torch.Size, ...]]:
 
 
 def is_compiled(objective: Objective) -> bool:
-    """Whether calls of the objective are compiled."""
+    """Return whether calls of the objective are compiled."""
     return objective._compiled_call_impl is not None

@@ -15,7 +15,7 @@ def check_model(config: TrainConfig, ranks: Ranks | None = None) -> Encoder:
     with torch.device("meta"):
         objective = build_objective(config)
     if ranks is not None:
-        require_possible(objective, config.speed, ranks)
+        require_possible(config.speed, ranks)
     return objective.encoder
 
 

@@ -310,7 +310,7 @@ def data2vec_vitb16() -> TrainConfig:
     return TrainConfig(
         data="",
         objective=ObjectiveConfig(kind="data2vec", target_layers=6, beta=2.0),
-        encoder=EncoderConfig(size="base", drop_path=0.25),
+        encoder=EncoderConfig(size="base"),
         positions=SINCOS,
         masks=MaskConfig(kind="blockwise", mask_ratio=0.61, target_scale=(0.08, 0.4), target_aspect=(0.3, 3.3)),
         augment=AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=0.5, jitter_probability=1.0, jitter_hue=0.0),

@@ -1,6 +1,6 @@
-"""One optimisation step: gradients of some batches, then weights and target, unless something is not finite.
+"""One optimisation step: gradients of one or more batches, then weights and target encoder, if all values are finite.
 
-Nothing in it waits for the device: what comes of a step is a tensor there, which is read when somebody wants to know.
+Nothing here waits for the device: the outcome of a step is a tensor there, read when its values are needed.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from stop_mim.training.schedules import ScheduledValues
 
 Batches = Sequence[tuple[Float[Tensor, "batch 3 height width"], Masks]]
 Outcome = Float[Tensor, "3"]
-"""Loss, norm of the gradient, and whether the weights were updated, on the device."""
+"""Loss, gradient norm, and whether the weights were updated, on the device."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What came of a step; an update that was not finite was not made."""
+    """The outcome of a step; a step with a loss or gradient that is not finite does not update the weights."""
 
     loss: float
     gradient_norm: float
@@ -34,27 +34,35 @@ class StepOutcome:
 
 
 def read_outcomes(outcomes: Sequence[Outcome]) -> list[StepOutcome]:
-    """Wait for some steps, and tell what came of them."""
+    """Wait for the steps of these outcomes and return their values."""
     if not outcomes:
         return []
     return [StepOutcome(loss, norm, bool(updated)) for loss, norm, updated in torch.stack(list(outcomes)).tolist()]
 
 
 def make_optimiser(objective: Objective, optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over everything that learns; weights decay outside it, so that the decay can follow a schedule on the device."""
+    """Return AdamW over all trained parameters; the step applies weight decay itself, so that it can follow a schedule."""
     learned = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     on_gpu = device.type == "cuda"
-    # A learning rate on the device can change under a captured graph.
+    # As a tensor, the learning rate of a captured CUDA graph can change.
     lr = torch.tensor(optim.lr, device=device) if on_gpu else optim.lr
     return torch.optim.AdamW(learned, lr=lr, betas=optim.betas, weight_decay=0.0, fused=True, capturable=on_gpu)
 
 
 class TrainingStep:
-    """A step that can be repeated: called with batches, scheduled values and a seed for the noise, it gives an Outcome.
+    """Trains on batches, with scheduled values and a seed for the noise; returns an `Outcome`.
 
-    `model` may share `objective` with other processes. Gradients of the batches are accumulated. Matrices decay, biases,
-    norms and other vectors do not. The state that changes from step to step is in tensors, so that `run` can be
-    captured once and replayed.
+    Gradients of the batches are accumulated. Weight decay applies to matrices, not to biases, norms and other vectors.
+    All state that changes from step to step is in tensors and in `generator`, so that `run` can be captured as a CUDA
+    graph.
+
+    Args:
+        model: the objective, or the objective wrapped for several processes.
+        objective: the objective itself.
+        optimiser: from `make_optimiser`.
+        ranks: this process and its device.
+        autocast: context of the forward pass.
+        clip_gradient_norm: largest norm of the gradient; None for no limit.
     """
 
     def __init__(
@@ -69,6 +77,8 @@ class TrainingStep:
         self.model, self.objective, self.optimiser = model, objective, optimiser
         self.ranks, self.autocast = ranks, autocast
         self.clip_gradient_norm = clip_gradient_norm
+        self.generator = torch.Generator(ranks.device)
+        """Draws the noise of the positions."""
         self._learned: list[Tensor] = [p for group in optimiser.param_groups for p in group["params"]]
         self._decaying: list[Tensor] = [parameter for parameter in self._learned if parameter.ndim > 1]
         self._kept = torch.ones((), device=ranks.device)
@@ -80,7 +90,7 @@ class TrainingStep:
         return self.run(batches)
 
     def schedule(self, values: ScheduledValues, seed: int) -> None:
-        """Set what the next step depends on: what draws in it, noise and drop path, draws from the global generators."""
+        """Set the scheduled values and the seed of the next step."""
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(values.lr)
@@ -88,18 +98,19 @@ class TrainingStep:
                 group["lr"] = values.lr
         self._kept.fill_(1 - values.lr * values.weight_decay)
         self._target_weight.fill_(1 - values.ema_momentum)
-        torch.manual_seed(seed)
+        self.generator.manual_seed(seed)
 
     def run(self, batches: Batches) -> Outcome:
-        """The step as it was scheduled."""
+        """Take the step that was scheduled."""
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.ranks.device)
         for number, (images, masks) in enumerate(batches, start=1):
+            noise = self.objective.draw_noise(masks, self.generator)
             # Gradients are averaged over the processes once, with the last batch.
             waits = isinstance(self.model, DistributedDataParallel) and number < len(batches)
             with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
                 with self.autocast:
-                    loss = self.model(images, masks) / len(batches)
+                    loss = self.model(images, masks, noise) / len(batches)
                 loss.backward()
             total += loss.detach()
         loss, norm = reduce_mean(total, self.ranks), gradient_norm(self.objective)
@@ -112,13 +123,13 @@ class TrainingStep:
         if self.clip_gradient_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._learned, self.clip_gradient_norm, norm)
         torch._foreach_mul_(self._decaying, torch.where(finite, self._kept, 1.0))
-        # What a gradient scaler would say, and with the same effect: the optimiser's kernel leaves everything as it is.
+        # As a gradient scaler does: with found_inf set, the optimiser's kernel changes nothing.
         self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimiser.step()
         self.objective.move_target(torch.where(finite, self._target_weight, 0.0))
 
 
 def gradient_norm(objective: Objective) -> Float[Tensor, ""]:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     gradients = [parameter.grad for parameter in objective.parameters() if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients)

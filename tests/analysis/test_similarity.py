@@ -88,9 +88,6 @@ class TwoPlaces(Positions):
     def table(self):
         return torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0]])
 
-    def resized(self, grid):
-        raise AssertionError("nothing here needs it")
-
 
 def test_two_positions_are_told_apart_as_often_as_theory_says():
     # The best decoder errs where the noise along the difference goes beyond half of it.

@@ -181,14 +181,14 @@ def test_what_cannot_be_loaded_is_named(encoder, tmp_path):
     ]:
         with pytest.raises(InputError, match=words):
             load_timm_encoder(name, pretrained=False)
-    with pytest.raises(InputError, match=r"holds no encoder.safetensors"):
+    with pytest.raises(InputError, match=r"has no encoder.safetensors"):
         read_encoder(tmp_path)
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"not tensors")
     with pytest.raises(InputError, match="cannot be read as safetensors"):
         read_encoder(broken)
     save_file({"weight": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match="does not say which architecture"):
+    with pytest.raises(InputError, match=r"other.safetensors does not name its architecture"):
         read_encoder(tmp_path / "other.safetensors")
 
 

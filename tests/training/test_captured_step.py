@@ -1,16 +1,10 @@
-"""Steps that are recorded once and replayed, and batches that are made beside them.
+"""Steps that are captured as a CUDA graph and replayed, and batches that are made meanwhile."""
 
-Where there is no GPU, a pretended graph shows that a captured step hands the right things to a replay.
-"""
-
-import contextlib
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 from stepping import (
-    DROPPING_ENCODER,
     assert_same_state,
     make_batches,
     make_step,
@@ -20,14 +14,14 @@ from stepping import (
 )
 from tiny_run import CPU, tiny_config, write_images
 
-from stop_mim.masking import MultiBlockMasks
-from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, CapturedStep, accelerate, autocast_for
+from stop_mim.masking import Masks, MultiBlockMasks
+from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.checkpoint import collect_tensors
-from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig, SpeedConfig
+from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, SpeedConfig
+from stop_mim.training.loop import resume, train
 from stop_mim.training.prefetch import prefetched
-from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
-from stop_mim.training.step import TrainingStep, read_outcomes
+from stop_mim.training.step import read_outcomes
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GPU = torch.device("cuda")
@@ -35,160 +29,6 @@ GPU = torch.device("cuda")
 
 def silent(text):
     raise AssertionError(text)
-
-
-class PretendedGraph:
-    """What a CUDA graph does, on the CPU: recording changes nothing, and a replay reads and writes where it was recorded."""
-
-    step: TrainingStep
-    instances: ClassVar[list["PretendedGraph"]] = []
-    # To whoever asks it is what it pretends to be.
-    __class__ = torch.cuda.CUDAGraph
-
-    def __init__(self):
-        self.replays = 0
-        self.instances.append(self)
-
-    @contextlib.contextmanager
-    def recording(self):
-        before = state_of(self.step)
-        draws = torch.get_rng_state()
-        run = TrainingStep.run
-
-        def recorded(step, batches):
-            self.batches, self.outcome = batches, run(step, batches)
-            return self.outcome
-
-        TrainingStep.run = recorded
-        try:
-            yield
-        finally:
-            TrainingStep.run = run
-        for name, tensor in collect_tensors(self.step.objective, self.step.optimiser).items():
-            tensor.detach().copy_(before[name])
-        torch.set_rng_state(draws)
-        self.outcome.fill_(float("nan"))
-
-    def replay(self):
-        self.replays += 1
-        self.outcome.copy_(self.step.run(self.batches))
-
-
-class PretendedStream:
-    def wait_stream(self, other):
-        pass
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch):
-    """torch.cuda as far as a captured step needs it."""
-    monkeypatch.setattr(PretendedGraph, "instances", [])
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: graph.recording())
-    monkeypatch.setattr(torch.cuda, "Stream", PretendedStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", PretendedStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    return monkeypatch
-
-
-def captured(step, warn=silent, first=None):
-    PretendedGraph.step = step
-    return CapturedStep(step, first or step, warn)
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_replays_take_the_steps_that_would_have_been_taken(pretended_gpu, clip):
-    plain, step = make_step(encoder=DROPPING_ENCODER, clip=clip), make_step(encoder=DROPPING_ENCODER, clip=clip)
-    expected = take(plain, range(8))
-    assert take(captured(step), range(8)) == expected
-    assert_same_state(state_of(step), state_of(plain))
-    (graph,) = PretendedGraph.instances
-    assert graph.replays == 8 - STEPS_BEFORE_CAPTURE
-    assert len({outcome.loss for outcome in expected}) == 8
-
-
-def test_a_replay_leaves_the_given_batches_and_earlier_outcomes_alone(pretended_gpu):
-    step = captured(make_step())
-    batches = [make_batches(number) for number in range(6)]
-    outcomes = [step(batch, values_of(number), number) for number, batch in enumerate(batches)]
-    assert len({outcome.loss for outcome in read_outcomes(outcomes)}) == 6
-    for number, batch in enumerate(batches):
-        for (images, masks), (same_images, same_masks) in zip(batch, make_batches(number), strict=True):
-            assert torch.equal(images, same_images)
-            assert torch.equal(masks.context, same_masks.context)
-            assert torch.equal(masks.targets, same_masks.targets)
-
-
-def test_a_replay_that_is_not_finite_changes_no_bit(pretended_gpu):
-    step = make_step()
-    replayed = captured(step)
-    take(replayed, range(5))
-    before = state_of(step)
-    (images, masks), good = make_batches(5)
-    assert not read_outcomes([replayed([(images * float("nan"), masks), good], values_of(5), 5)])[0].updated
-    assert_same_state(before, state_of(step))
-    assert take(replayed, [6])[0].updated
-
-
-@pytest.mark.parametrize("error", [RuntimeError("an operation waits\nfor the device"), RuntimeError()])
-def test_a_step_that_cannot_be_captured_is_taken_plainly_from_there_on(pretended_gpu, error):
-    @contextlib.contextmanager
-    def recording(graph, **options):
-        attempts.append(graph)
-        raise error
-        yield
-
-    attempts, warned = [], []
-    pretended_gpu.setattr(torch.cuda, "graph", recording)
-    plain, step = make_step(), make_step()
-    expected = take(plain, range(6))
-    assert take(captured(step, warned.append), range(6)) == expected
-    assert_same_state(state_of(step), state_of(plain))
-    assert len(attempts) == len(warned) == 1
-    reason = "an operation waits" if str(error) else "RuntimeError"
-    assert f"could not be captured as a CUDA graph ({reason}): it trains without" in warned[0]
-
-
-def test_batches_of_changing_shapes_are_trained_on_plainly(pretended_gpu):
-    def batches(number):
-        return make_batches(number, sampler=MultiBlockMasks(4, context_tokens=3 if number < 5 else 2))
-
-    plain, step, warned = make_step(), make_step(), []
-    expected = take(plain, range(8), batches)
-    assert take(captured(step, warned.append), range(8), batches) == expected
-    assert_same_state(state_of(step), state_of(plain))
-    (graph,) = PretendedGraph.instances
-    assert graph.replays == 5 - STEPS_BEFORE_CAPTURE
-    assert len(warned) == 1
-    assert "the shapes of its batches change" in warned[0]
-
-
-def test_want_of_memory_in_a_capture_is_told(pretended_gpu):
-    @contextlib.contextmanager
-    def recording(graph, **options):
-        raise torch.OutOfMemoryError("out of memory")
-        yield
-
-    pretended_gpu.setattr(torch.cuda, "graph", recording)
-    with pytest.raises(torch.OutOfMemoryError):
-        take(captured(make_step()), range(6))
-
-
-def test_what_follows_a_failed_capture_is_still_compiled(pretended_gpu):
-    @contextlib.contextmanager
-    def recording(graph, **options):
-        raise RuntimeError("no")
-        yield
-
-    pretended_gpu.setattr(torch.cuda, "graph", recording)
-    step, taken = make_step(), []
-
-    def first(*arguments):
-        taken.append(arguments)
-        return step(*arguments)
-
-    take(captured(step, lambda text: None, first), range(6))
-    assert len(taken) == 6
 
 
 def test_on_the_cpu_batches_pass_as_they_are():
@@ -211,7 +51,7 @@ def test_on_the_cpu_no_batch_is_made_before_it_is_wanted():
 
 
 def on_gpu(step, speed=None):
-    """The step captured, with the layers and the target's precision of a GPU, as it would be in a run."""
+    """The step as a run on a GPU has it: with fast kernels, captured."""
     speed = speed or SpeedConfig(compile=False, graph=True)
     return accelerate(step, speed, 100, silent, silent)
 
@@ -220,9 +60,12 @@ def gpu_step(precision="auto", **options):
     return make_step(GPU, autocast_for(precision, GPU), **options)
 
 
+def on_device(batches):
+    return [(images.to(GPU), Masks(masks.context.to(GPU), masks.targets.to(GPU))) for images, masks in batches]
+
+
 def gpu_batches(number, count=2):
-    batches = make_batches(number, count)
-    return [(images.to(GPU), type(masks)(masks.context.to(GPU), masks.targets.to(GPU))) for images, masks in batches]
+    return on_device(make_batches(number, count))
 
 
 def both_ways(numbers, precision="auto", prepare=lambda step: None, **options):
@@ -245,12 +88,11 @@ def both_ways(numbers, precision="auto", prepare=lambda step: None, **options):
     "options",
     [
         {},
-        {"encoder": DROPPING_ENCODER},
         {"clip": 0.05},
-        {"predictor": PredictorConfig(width=32, depth=1, heads=2, shared_context=True)},
         {"objective": ObjectiveConfig(target_layers=2)},
+        {"positions": PositionsConfig("jittered", apply_to="both")},
     ],
-    ids=["plain", "drop path", "clipped", "shared context", "two layers"],
+    ids=["plain", "clipped", "two layers", "jittered"],
 )
 def test_captured_steps_are_plain_steps(precision, options):
     (plain, plain_end), (captured_outcomes, end) = both_ways(range(10), precision, **options)
@@ -362,11 +204,40 @@ def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
     train(tiny_config(data, tmp_path / "parts", speed=speed, stop_after_steps=10))
     resume(tmp_path / "parts")
     train(tiny_config(data, tmp_path / "plain", speed=replace(speed, graph=False, recompute=False)))
+    assert "could not be captured" not in (tmp_path / "whole" / "log.txt").read_text()
     losses = {name: [line["loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "parts", "plain")}
+    # Not to the bit: a resumed run takes its first steps plainly, and cuBLAS may choose another algorithm for a product
+    # on another stream. bf16 rounds to 0.4%, and the loss is a mean over thousands of such values.
     assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-3)
     assert losses["plain"] == pytest.approx(losses["whole"], rel=1e-3)
-    if not recompute:
-        assert "could not be captured" not in (tmp_path / "whole" / "log.txt").read_text()
+
+
+@needs_gpu
+def test_batches_of_changing_shapes_are_trained_on_plainly():
+    def batches(number):
+        sampler = MultiBlockMasks(4, context_tokens=3 if number < 5 else 2)
+        return on_device(make_batches(number, sampler=sampler))
+
+    step, warned = gpu_step(), []
+    accelerated = accelerate(step, SpeedConfig(compile=False, graph=True), 100, silent, warned.append)
+    assert all(outcome.updated for outcome in take(accelerated, range(8), batches))
+    assert len(warned) == 1
+    assert "the shapes of its batches change" in warned[0]
+
+
+@needs_gpu
+def test_a_step_that_cannot_be_captured_is_taken_plainly():
+    step, warned = gpu_step(), []
+
+    def refuse(module, arguments):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("this model waits for the device")
+
+    step.objective.register_forward_pre_hook(refuse)
+    accelerated = accelerate(step, SpeedConfig(compile=False, graph=True), 100, silent, warned.append)
+    assert all(outcome.updated for outcome in take(accelerated, range(6), gpu_batches))
+    assert len(warned) == 1
+    assert "could not be captured as a CUDA graph (this model waits for the device)" in warned[0]
 
 
 @needs_gpu
@@ -390,5 +261,4 @@ def test_batches_made_beside_the_step_are_the_same():
 
     expected = consume(make())
     assert len({one for one, _ in expected}) == 12
-    moved = ([(i, type(m)(m.context.to(GPU), m.targets.to(GPU))) for i, m in batch] for batch in make())
-    assert consume(prefetched(moved, GPU)) == expected
+    assert consume(prefetched(map(on_device, make()), GPU)) == expected

@@ -53,6 +53,7 @@ def trained(seed=0, steps=2, **groups):
     objective = tiny_objective(seed, **groups)
     optimiser = make_optimiser(objective, tiny_config().optim, CPU)
     for step in range(steps):
+        torch.manual_seed(step)
         generator = torch.Generator().manual_seed(step)
         images = torch.randn(4, 3, 32, 32, generator=generator)
         optimiser.zero_grad()

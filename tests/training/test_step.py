@@ -1,7 +1,6 @@
 """One step: accumulation, weight decay, clipping, schedules, and an update that is not made when it is not finite."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from stop_mim.training.step import TrainingStep, gradient_norm, make_optimiser, 
 ALONE = Ranks(0, 1, 1, CPU)
 VALUES = ScheduledValues(lr=1e-3, weight_decay=0.1, ema_momentum=0.9)
 PLAIN_ENCODER = EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2)
-DROPPING_ENCODER = replace(PLAIN_ENCODER, drop_path=0.5)
 
 
 def make(sigma=0.0):
@@ -92,28 +90,6 @@ def test_everything_that_learns_is_optimised_once_and_only_matrices_decay():
         torch.testing.assert_close(parameter.detach(), kept * still[name], atol=0, rtol=1e-6)
 
 
-def test_weight_decay_shrinks_matrices_alone():
-    objective, optimiser = make()
-    values = ScheduledValues(lr=0.01, weight_decay=0.5, ema_momentum=1.0)
-    for parameter in objective.parameters():
-        parameter.data.add_(0.1)
-    before = {name: parameter.clone() for name, parameter in objective.named_parameters()}
-    do_step(objective, optimiser, [a_batch()], values)
-    undecayed, undecayed_optimiser = make()
-    undecayed.load_state_dict(before)
-    do_step(undecayed, undecayed_optimiser, [a_batch()], ScheduledValues(0.01, 0.0, 1.0))
-    plain = dict(undecayed.named_parameters())
-    for name, parameter in objective.named_parameters():
-        shrunk = 0.01 * 0.5 * before[name] if parameter.requires_grad and parameter.ndim > 1 else 0
-        torch.testing.assert_close(parameter, plain[name] - shrunk, atol=1e-6, rtol=1e-5)
-
-
-def test_schedules_are_applied():
-    objective, optimiser = make()
-    do_step(objective, optimiser, [a_batch()], ScheduledValues(lr=3e-3, weight_decay=0.2, ema_momentum=0.5))
-    assert [group["lr"] for group in optimiser.param_groups] == [3e-3]
-
-
 def plain_steps(objective, batches, values, clip):
     """The same by torch's own, unfused, AdamW with its own weight decay, and by the target's definition."""
     learned = [parameter for parameter in objective.parameters() if parameter.requires_grad]
@@ -167,35 +143,15 @@ def test_one_step_object_takes_all_steps():
     assert read_outcomes([]) == []
 
 
-def test_adams_first_step_is_as_long_as_the_learning_rate():
-    objective, optimiser = make()
-    bias = objective.predictor.head.bias
-    before = bias.clone()
-    do_step(objective, optimiser, [a_batch()], ScheduledValues(lr=3e-3, weight_decay=0.2, ema_momentum=0.5))
-    moved = (bias - before).abs()[bias.grad.abs() > 1e-6]
-    assert len(moved) > 10
-    torch.testing.assert_close(moved, torch.full_like(moved, 3e-3), rtol=0.02, atol=0)
-
-
-def test_the_target_follows_the_updated_encoder():
-    objective, optimiser = make()
-    before = [parameter.clone() for parameter in objective.target.parameters()]
-    do_step(objective, optimiser, [a_batch()])
-    for old, new, ours in zip(before, objective.target.parameters(), objective.encoder.parameters(), strict=True):
-        torch.testing.assert_close(new, 0.9 * old + 0.1 * ours)
-    assert any(not torch.equal(old, new) for old, new in zip(before, objective.target.parameters(), strict=True))
-
-
 def poisoned_loss(monkeypatch, value):
     real = IJEPA.forward
     monkeypatch.setattr(IJEPA, "forward", lambda self, *arguments: real(self, *arguments) * value)
 
 
 def poisoned_gradient(monkeypatch, value):
-    def forward(self, images, masks, generator=None):
-        weight = self.predictor.head.weight
-        weight.register_hook(lambda gradient: gradient * value)
-        return real(self, images, masks, generator)
+    def forward(self, *arguments):
+        self.predictor.head.weight.register_hook(lambda gradient: gradient * value)
+        return real(self, *arguments)
 
     real = IJEPA.forward
     monkeypatch.setattr(IJEPA, "forward", forward)
@@ -236,20 +192,6 @@ def test_a_first_step_that_is_not_finite_leaves_an_optimiser_that_has_seen_nothi
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_step_after_one_that_was_not_finite_is_as_if_it_had_not_been(monkeypatch):
-    ends = []
-    for poisoned in (False, True):
-        objective, optimiser = make()
-        do_step(objective, optimiser, [a_batch()])
-        if poisoned:
-            with monkeypatch.context() as patch:
-                poisoned_loss(patch, float("nan"))
-                do_step(objective, optimiser, [a_batch(1)])
-        do_step(objective, optimiser, [a_batch(2)])
-        ends.append(snapshot(objective, optimiser))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
 def test_clipping_bounds_the_gradient_and_tells_its_norm_before():
     objective, optimiser = make()
     plain = do_step(*make(), [a_batch()])
@@ -259,15 +201,6 @@ def test_clipping_bounds_the_gradient_and_tells_its_norm_before():
     assert gradient_norm(objective).item() == pytest.approx(limit, rel=1e-4)
 
 
-def test_clipping_leaves_a_small_gradient_alone():
-    ends = []
-    for clip in (None, 1e6):
-        objective, optimiser = make()
-        do_step(objective, optimiser, [a_batch()], clip=clip)
-        ends.append(snapshot(objective, optimiser))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
 def test_the_norm_is_that_of_all_gradients_together():
     objective, optimiser = make()
     outcome = do_step(objective, optimiser, [a_batch()])
@@ -275,33 +208,23 @@ def test_the_norm_is_that_of_all_gradients_together():
     assert outcome.gradient_norm == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-5)
 
 
-def test_the_seed_decides_the_noise():
-    losses = []
-    for seed in (0, 0, 1):
-        objective, optimiser = make(sigma=4.0)
-        torch.nn.init.normal_(objective.predictor.projection.weight)
-        losses.append(do_step(objective, optimiser, [a_batch()], seed=seed).loss)
-    assert losses[0] == losses[1] != losses[2]
-
-
-def test_batches_of_a_step_have_noise_of_their_own():
+def noisy_loss(batches=1, seed=0):
     objective, optimiser = make(sigma=4.0)
     torch.nn.init.normal_(objective.predictor.projection.weight)
-    once = do_step(objective, optimiser, [a_batch()], ScheduledValues(0.0, 0.0, 1.0)).loss
-    twice = do_step(objective, optimiser, [a_batch(), a_batch()], ScheduledValues(0.0, 0.0, 1.0)).loss
-    assert once != twice
+    return do_step(objective, optimiser, [a_batch()] * batches, ScheduledValues(0.0, 0.0, 1.0), seed=seed).loss
 
 
-def test_the_seed_decides_what_drop_path_drops():
-    norms = []
-    for seed in (0, 0, 1, 2, 3):
-        objective = tiny_objective(positions=PositionsConfig(sigma=0.0), encoder=DROPPING_ENCODER)
-        optimiser = make_optimiser(objective, tiny_config().optim, CPU)
-        for parameter in (*objective.encoder.vit.blocks.parameters(), *objective.predictor.parameters()):
-            parameter.data.mul_(10)
-        norms.append(do_step(objective, optimiser, [a_batch()], seed=seed).gradient_norm)
-    assert norms[0] == norms[1]
-    assert len(set(norms)) == 4
+def test_the_seed_decides_the_noise_and_torchs_own_generator_is_left_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    objective, optimiser = make(sigma=4.0)
+    step = TrainingStep(objective, objective, optimiser, ALONE, nullcontext())
+    assert noisy_loss() == noisy_loss() != noisy_loss(seed=1)
+    # Every batch of a step has other noise.
+    assert noisy_loss(batches=2) != noisy_loss()
+    torch.set_rng_state(before)
+    step([a_batch()], VALUES, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 OTHERS = {
@@ -346,9 +269,3 @@ def test_a_step_of_another_objective_that_is_not_finite_changes_no_bit(kind):
     after = collect_tensors(objective, optimiser)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
-
-
-def test_steps_lower_the_loss():
-    objective, optimiser = make()
-    losses = [do_step(objective, optimiser, [a_batch()], ScheduledValues(3e-3, 0.0, 0.99)).loss for _ in range(25)]
-    assert losses[-1] < 0.8 * losses[0]

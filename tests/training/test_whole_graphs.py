@@ -7,7 +7,8 @@ import sys
 SCRIPT = """
 from dataclasses import replace
 import torch
-from stop_mim.training.build import build_masks, build_objective
+from stop_mim.masking import build_masks
+from stop_mim.models.build import build_objective
 from stop_mim.training.recipes import find_recipe
 
 def small(name, **positions):
@@ -27,7 +28,7 @@ for name in ("stop-tiny-imagenet", "ijepa-tiny-imagenet", "stop-mae-tiny-imagene
         objective = build_objective(config)
         masks = build_masks(config.masks, objective.encoder.grid).sample(2)
         torch._dynamo.reset()
-        found = torch._dynamo.explain(objective)(torch.randn(2, 3, 64, 64), masks)
+        found = torch._dynamo.explain(objective)(torch.randn(2, 3, 64, 64), masks, objective.draw_noise(masks))
         reasons = [str(reason.reason) for reason in found.break_reasons]
         assert found.graph_count == 1 and not found.graph_break_count, (name, positions, reasons)
 print("whole")

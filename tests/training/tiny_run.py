@@ -7,7 +7,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from stop_mim.training.build import build_objective
+from stop_mim.models.build import build_objective
 from stop_mim.training.checkpoint import Checkpoint, checkpoint_path, read_checkpoint
 from stop_mim.training.config import (
     CheckpointConfig,
@@ -27,7 +27,7 @@ def tiny_config(data="scenes:count=56,size=32", out=None, **groups):
     config = TrainConfig(
         data=str(data),
         out=None if out is None else str(out),
-        encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2, drop_path=0.1),
+        encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2),
         predictor=PredictorConfig(width=16, depth=1, heads=2),
         optim=OptimConfig(epochs=3, batch_size=8, warmup_epochs=1.0, lr=2e-3, start_lr=5e-4, ema_start=0.9),
         speed=SpeedConfig(device="cpu", batch_size_per_device=4, workers=0),

@@ -1,12 +1,10 @@
-"""Self-attention of short sequences in one kernel each way: a sequence of up to 128 tokens fits into one tile.
+"""Self-attention of short sequences in one kernel each for forward and backward: up to 128 tokens fit into one tile.
 
-So the backward pass needs neither the output nor the softmax's sums, no second kernel to prepare or to convert, and
-writes the gradient of queries, keys and values where the linear layer before it wants it. Made for NVIDIA GPUs; where
-it does not apply, timm's own attention does the same.
+The backward pass needs neither the output nor the softmax's sums, no second kernel, and writes the gradient in the
+layout of the linear layer before it. For NVIDIA GPUs; everything else is computed by torch's attention.
 """
 
 import math
-from types import MethodType
 from typing import Any, no_type_check
 
 import torch
@@ -133,7 +131,7 @@ _short_attention.register_autograd(_differentiate, setup_context=_remember)
 
 
 def attend(qkv: Float[Tensor, "batch n three_dims"], heads: int) -> Float[Tensor, "batch n dim"]:
-    """Self-attention from queries, keys and values side by side, by the kernel where it applies."""
+    """Compute self-attention from concatenated queries, keys and values, by the kernel if it supports them."""
     batch, n, width = qkv.shape
     head_width = width // (3 * heads)
     fits = n <= LONGEST and head_width in HEAD_WIDTHS and qkv.dtype == torch.bfloat16
@@ -143,26 +141,27 @@ def attend(qkv: Float[Tensor, "batch n three_dims"], heads: int) -> Float[Tensor
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, n, width // 3)
 
 
-def use_short_attention(layers: list[nn.Module]) -> None:
-    """Let timm's plain attention layers attend by `attend` from here on; others stay as they are."""
-    for layer in layers:
-        attention: Any = getattr(layer, "attn", None)
-        if type(attention) is Attention and is_plain_attention(attention):
-            attention.forward = MethodType(_plain_attention, attention)
-
-
-def is_plain_attention(attention: Attention) -> bool:
-    """Whether this is attention with nothing added: no norms, no gate, no dropout."""
-    kept = (attention.q_norm, attention.k_norm, getattr(attention, "norm", nn.Identity()))
+def is_plain_attention(attention: Any) -> bool:
+    """Return whether this is attention with nothing added: no norms, no gate, no dropout."""
+    if isinstance(attention, ShortAttention):
+        return True
+    norms = (attention.q_norm, attention.k_norm, getattr(attention, "norm", nn.Identity()))
     drops = attention.attn_drop.p or attention.proj_drop.p
-    return (
-        all(isinstance(norm, nn.Identity) for norm in kept) and not drops and getattr(attention, "gate", None) is None
-    )
+    gate = getattr(attention, "gate", None)
+    return all(isinstance(norm, nn.Identity) for norm in norms) and not drops and gate is None
 
 
-def _plain_attention(
-    self: Attention, tokens: Float[Tensor, "batch n dim"], attn_mask: Tensor | None = None, **options: Any
-) -> Float[Tensor, "batch n dim"]:
-    if attn_mask is not None or any(options.values()):
-        return type(self).forward(self, tokens, attn_mask=attn_mask, **options)
-    return self.proj(attend(self.qkv(tokens), self.num_heads))
+class ShortAttention(nn.Module):
+    """Takes the place of timm's plain attention in a layer, with its weights under the same names."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.num_heads = attention.qkv, attention.proj, attention.num_heads
+
+    def forward(
+        self, x: Float[Tensor, "batch n dim"], attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Float[Tensor, "batch n dim"]:
+        """Return the attended tokens. The last two arguments are those of timm's layers; only their defaults work."""
+        if attn_mask is not None or is_causal:
+            raise ValueError("ShortAttention has no masks: keep timm's attention in layers that need them.")
+        return self.proj(attend(self.qkv(x), self.num_heads))

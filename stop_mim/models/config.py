@@ -1,0 +1,113 @@
+"""Options of the model: objective, encoder, predictor, positions and masks. All of them change results.
+
+The docstring of a field is its help on the command line. The options of masks are in `stop_mim/masking.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol, runtime_checkable
+
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each, OnlyWith
+from stop_mim.masking import MaskConfig
+from stop_mim.positions import ApplyTo, Convention
+
+EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
+TargetResolution = Literal["full", "bilinear", "max"]
+
+IJEPA_ONLY = OnlyWith("objective.kind", ("ijepa",))
+STOCHASTIC_ONLY = OnlyWith("positions.kind", ("stochastic",))
+JITTERED_ONLY = OnlyWith("positions.kind", ("jittered",))
+NOISY_ONLY = OnlyWith("positions.kind", ("stochastic", "jittered"))
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig(Checked, group="objective"):
+    """What is predicted for the masked patches."""
+
+    kind: str = "ijepa"
+    """ijepa: features, by a predictor; mae: pixels, by a decoder (the predictor group); data2vec: features, by the encoder."""
+    target_layers: Annotated[int, ABOVE_ZERO] = 1
+    """Number of last layers of the target encoder whose layer-normed features are averaged (ijepa, data2vec)."""
+    beta: Annotated[float, ABOVE_ZERO] = 1.0
+    """Error above which smooth-L1 is linear (ijepa, data2vec)."""
+    norm_pixels: bool = True
+    """Normalise the pixels of each patch by their mean and variance (mae)."""
+    target_resolution: Annotated[TargetResolution, IJEPA_ONLY] = "full"
+    """Targets at the patches' resolution, or at half of it by bilinear resizing or max pooling (ijepa)."""
+    l1_strength: Annotated[float, AT_LEAST_ZERO, IJEPA_ONLY] = 0.0
+    """Weight of the L1 norm of A in the loss (ijepa)."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig(Checked, group="encoder"):
+    """The Vision Transformer that is trained."""
+
+    size: EncoderSize = "base"
+    """Width and depth by name: tiny 192x12, small 384x12, base 768x12, large 1024x24, huge 1280x32, giant 1408x40."""
+    image_size: Annotated[tuple[int, int], Each(ABOVE_ZERO)] = (224, 224)
+    """Height and width of the training images in pixels."""
+    patch_size: Annotated[int, ABOVE_ZERO] = 16
+    """Side of a patch in pixels."""
+    width: Annotated[int | None, ABOVE_ZERO] = None
+    """Width instead of the size's."""
+    depth: Annotated[int | None, ABOVE_ZERO] = None
+    """Number of layers instead of the size's."""
+    heads: Annotated[int | None, ABOVE_ZERO] = None
+    """Number of attention heads instead of the size's."""
+
+
+@dataclass(frozen=True)
+class PredictorConfig(Checked, group="predictor"):
+    """The narrow transformer that predicts the targets: MAE's decoder; data2vec has none."""
+
+    width: Annotated[int, ABOVE_ZERO] = 384
+    """Width of its tokens."""
+    depth: Annotated[int, ABOVE_ZERO] = 6
+    """Number of layers."""
+    heads: Annotated[int | None, ABOVE_ZERO] = None
+    """Number of attention heads; by default the encoder's."""
+
+
+@dataclass(frozen=True)
+class PositionsConfig(Checked, group="positions"):
+    """Positions in the predictor: fixed for I-JEPA, stochastic for StoP."""
+
+    kind: str = "stochastic"
+    """stochastic (StoP, around sine-cosine positions), sincos (I-JEPA), learned, or jittered (ours: noisy coordinates)."""
+    sigma: Annotated[float, AT_LEAST_ZERO] = 0.25
+    """Strength of the noise: the variance of n in Σ = σ A Aᵀ, or its std with the release's convention."""
+    sigma_start: Annotated[float | None, AT_LEAST_ZERO, STOCHASTIC_ONLY] = None
+    """Sigma at the first step; it moves to sigma along the schedule. By default sigma is constant."""
+    sigma_schedule: Literal["linear", "cosine"] = "linear"
+    """How sigma moves from sigma_start to sigma over the run."""
+    apply_to: Annotated[ApplyTo, NOISY_ONLY] = "masked"
+    """Which tokens get noisy positions."""
+    covariance: Annotated[str, STOCHASTIC_ONLY] = "tied"
+    """Σ: tied, identity, diagonal, untied or low_rank(r)."""
+    convention: Convention = "paper"
+    """paper: sigma is a variance and masked tokens have a learned m̃. release: a std, the projection's bias and no m̃."""
+    conditioned: Annotated[bool, STOCHASTIC_ONLY] = False
+    """Distribute the noise over the images of a batch by a learned head on their context (ours, not the paper's)."""
+    jitter_scale: Annotated[float, AT_LEAST_ZERO] = 0.5
+    """Standard deviation of jittered coordinates, in patches."""
+    jitter_learned: Annotated[bool, JITTERED_ONLY] = False
+    """Learn the scales of rows and columns, starting from jitter_scale; nothing keeps them from vanishing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("jitter_scale", self.jitter_scale > 0 or not self.jitter_learned, "start a learned scale above 0")
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """A config with the groups of the model; `TrainConfig` is one."""
+
+    @property
+    def objective(self) -> ObjectiveConfig: ...
+    @property
+    def encoder(self) -> EncoderConfig: ...
+    @property
+    def predictor(self) -> PredictorConfig: ...
+    @property
+    def positions(self) -> PositionsConfig: ...
+    @property
+    def masks(self) -> MaskConfig: ...
