@@ -5,7 +5,6 @@ The groups `speed`, `log`, `probe` and `checkpoint` do not change what is learne
 
 import dataclasses
 import json
-import math
 import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -18,8 +18,8 @@ from stop_mim.masking import Masks, MultiBlockMasks
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, SpeedConfig
-from stop_mim.training.loop import resume, train
 from stop_mim.training.prefetch import prefetched
+from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.step import read_outcomes
 
