@@ -76,6 +76,8 @@ class Trainer:
         total_steps: length of the whole run, over all sessions.
         model, optimiser: what `checkpoint` saves and `restore` loads.
         callbacks: called in this order.
+        ranks: this process among all; default: one process on the CPU.
+        seed: each step gets a seed derived from this one, its number and the rank.
         warn: shows a warning.
         max_not_finite: steps in a row without a finite loss after which TrainingDiverged is raised, with `remedy`.
     """
@@ -120,10 +122,11 @@ class Trainer:
         self.end = min(self.total_steps, end or self.total_steps)
         self.interrupted_by, self.error = None, None
         try:
-            for callback in self._active():
-                callback.start(self)
-            with catch_interruption() as interruption, closing(self.batches(self.done)) as batches:
-                self._train(batches, interruption)
+            with catch_interruption() as interruption:
+                for callback in self._active():
+                    callback.start(self)
+                with closing(self.batches(self.done)) as batches:
+                    self._train(batches, interruption)
             wait_for_all(self.ranks)
         except BaseException as error:
             self.error = error
@@ -137,7 +140,7 @@ class Trainer:
         while self.done < self.end and self.interrupted_by is None:
             batch, outcome = self.take_step(batches)
             unread.append(outcome)
-            # On the CPU outcomes are read at once. Processes compare notes only where they wait for the device anyway.
+            # Reading waits for the device, except on the CPU. Several processes agree to stop only where they read.
             reads = self.ranks.device.type == "cpu" or self.done == self.end or self._reads_here()
             if (reads or self.ranks.world_size == 1) and any_rank(bool(interruption), self.ranks):
                 self.interrupted_by = interruption.signal_name or "another process"
@@ -172,9 +175,8 @@ class Trainer:
             self.not_finite_in_a_row += 1
             self.warn(f"Step {number}: the loss or its gradient is not finite ({outcome.loss}); the step was skipped.")
             if self.not_finite_in_a_row >= self.max_not_finite:
-                many = f"{self.max_not_finite} steps in a row, up to step {number}"
-                steps = f"in step {number}" if self.max_not_finite == 1 else f"for {many}"
-                raise TrainingDiverged(f"The loss was not finite {steps}: {self.remedy}.")
+                many = f" for {self.max_not_finite} steps in a row, up to" if self.max_not_finite > 1 else " in"
+                raise TrainingDiverged(f"The loss was not finite{many} step {number}: {self.remedy}.")
 
     def _active(self) -> list[Callback]:
         return [callback for callback in self.callbacks if self.ranks.is_main or callback.on_every_rank]
