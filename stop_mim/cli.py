@@ -110,10 +110,10 @@ def resume(arguments: list[str]) -> None:
 
 def evaluate(arguments: list[str]) -> None:
     """Score encoders: stop-mim evaluate ENCODER [ENCODER …] --task TASK --data NAME."""
-    from stop_mim.evaluation.config import EvaluateConfig
+    from stop_mim.evaluation.config import evaluate_config
 
     names = _leading_words(arguments)
-    config = parse(EvaluateConfig(), arguments[len(names) :], "stop-mim evaluate ENCODER …")
+    config = parse(evaluate_config()(), arguments[len(names) :], "stop-mim evaluate ENCODER …")
     from stop_mim.evaluation.evaluate import evaluate as evaluate_encoders
 
     evaluate_encoders(names, config)

@@ -20,6 +20,8 @@ FORMAT = "stop-mim results 2"
 # An evaluation replaces an earlier one in the file where all of these agree.
 IDENTITY = ("encoder", "task", "label", "data", "test_data", "protocol", "seed")
 IDENTITY_FACTS = ("image_size", "encoder_fingerprint", "data_fingerprint", "test_fingerprint")
+# Labels that names of scores leave out.
+USUAL_LABELS = ("class", "objects")
 # The 97.5th percentile of a normal distribution.
 NORMAL_QUANTILE = 1.959964
 
@@ -114,8 +116,8 @@ class Evaluation:
     scores: list[Score] = field(default_factory=list)
 
     def name_of(self, score: Score) -> str:
-        """Return the name that `find_score` takes: the label (unless it is "class"), the task and the score's name."""
-        label = [] if self.label == "class" else [self.label]
+        """Return the name that `find_score` takes: the label, unless it is the usual one, the task and the score's name."""
+        label = [] if self.label in USUAL_LABELS else [self.label]
         return "/".join([*label, self.task, score.name])
 
     def identity(self) -> list[Any]:
