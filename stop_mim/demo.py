@@ -16,10 +16,10 @@ from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.evaluation.clevr import count_classes, distance_classes
+from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.features import pixel_features, pooled_features
-from stop_mim.evaluation.knn import knn
-from stop_mim.evaluation.linear import linear_probe
+from stop_mim.evaluation.tasks.knn import knn
+from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.files import write_atomically
 from stop_mim.positions import StochasticPositions
@@ -88,16 +88,18 @@ def compare(
             for task, (train_labels, test_labels) in labels.items():
                 classes, cpu = int(train_labels.max()) + 1, torch.device("cpu")
                 sets = (
-                    {"last1": [train_features]},
+                    {1: [train_features]},
                     train_labels,
-                    {"last1": [test_features]},
+                    {1: [test_features]},
                     test_labels,
                     classes,
                     cpu,
                 )
                 neighbours = ([train_features], train_labels, [test_features], test_labels, classes, cpu, (NEIGHBOURS,))
-                probes = [*linear_probe(*sets, standardise=(True,)), *knn(*neighbours)]
-                scores[name] |= {f"{task}/{probe}": value for probe, value in probes}
+                probes = {"linear": linear_probe(*sets, standardise=(True,)), "knn": knn(*neighbours)}
+                scores[name] |= {
+                    f"{task}/{probe}/{one.name}": one.value for probe, found in probes.items() for one in found
+                }
             display.update("probing", number, len(features), name)
     return scores
 
@@ -130,7 +132,7 @@ def show_scores(scores: dict[str, dict[str, float]], folder: Path, console: Cons
     title = f"Frozen features, probes with {LABELLED_SCENES} labels: test accuracy in %"
     table = Table(title=title, title_justify="left")
     table.add_column("features")
-    probes = {"linear/top1": "linear", f"knn/top1@{NEIGHBOURS}": f"{NEIGHBOURS}-NN"}
+    probes = {"linear/top1": "linear", f"knn/neighbours={NEIGHBOURS}/top1": f"{NEIGHBOURS}-NN"}
     for task in TASKS:
         for probe in probes.values():
             table.add_column(f"{task}\n{probe}", justify="right")
