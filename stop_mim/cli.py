@@ -63,9 +63,9 @@ def _speed_config() -> Any:
 
 
 def _evaluate_config() -> Any:
-    from stop_mim.evaluation.config import EvaluateConfig
+    from stop_mim.evaluation.config import evaluate_config
 
-    return EvaluateConfig
+    return evaluate_config()
 
 
 def _bench_config() -> Any:

@@ -16,10 +16,10 @@ from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.evaluation.clevr import count_classes, distance_classes
+from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.features import pixel_features, pooled_features
-from stop_mim.evaluation.knn import knn
-from stop_mim.evaluation.linear import linear_probe
+from stop_mim.evaluation.tasks.knn import knn
+from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.files import write_atomically
 from stop_mim.positions import StochasticPositions
@@ -37,7 +37,7 @@ CHANCE = {"count": 100 / 8, "distance": 100 / 6}
 LABELLED_SCENES = 1000
 TEST_SCENES = "scenes:count=5000,size=64"
 NEIGHBOURS = 20
-PROBES = {"linear/top1": "linear", f"knn/top1@{NEIGHBOURS}": f"{NEIGHBOURS}-NN"}
+PROBES = {"linear/top1": "linear", f"knn/neighbours={NEIGHBOURS}/top1": f"{NEIGHBOURS}-NN"}
 NAMES = {"trained": "StoP, trained", "untrained": "the same, untrained", "pixels": "pixels"}
 
 Scores = dict[str, dict[str, float]]
@@ -96,9 +96,12 @@ def probe(
     """Return the test accuracies of a linear probe on standardised features, and of nearest neighbours."""
     train_set, test_set = ([train_features], train_labels), ([test_features], test_labels)
     rest = (int(train_labels.max()) + 1, torch.device("cpu"))
-    named = [({"last1": features}, labels) for features, labels in (train_set, test_set)]
-    linear = linear_probe(*named[0], *named[1], *rest, standardise=(True,))
-    return {**dict(linear), **dict(knn(*train_set, *test_set, *rest, (NEIGHBOURS,)))}
+    named = [({1: features}, labels) for features, labels in (train_set, test_set)]
+    probes = {
+        "linear": linear_probe(*named[0], *named[1], *rest, standardise=(True,)),
+        "knn": knn(*train_set, *test_set, *rest, (NEIGHBOURS,)),
+    }
+    return {f"{name}/{score.name}": score.value for name, scores in probes.items() for score in scores}
 
 
 def draw(config: TrainConfig, run: Path) -> None:

@@ -32,7 +32,8 @@ def test_the_demo_prints_a_table_and_draws_figures(small_demo, tmp_path):
     scores = json.loads((run / "demo.json").read_text())
     assert set(scores) == {"trained", "untrained", "pixels"}
     for values in scores.values():
-        assert {"count/linear/top1", "count/knn/top1@20", "distance/linear/top1", "distance/knn/top1@20"} <= set(values)
+        names = ("linear/top1", "knn/neighbours=20/top1")
+        assert {f"{task}/{name}" for task in ("count", "distance") for name in names} <= set(values)
         assert all(0 <= value <= 100 for value in values.values())
     for name in ("loss.png", "positions.png"):
         pixels = np.asarray(Image.open(run / name).convert("RGB"))

@@ -1,6 +1,6 @@
-"""DAVIS's measures of video object segmentation: region similarity J and contour accuracy F, and their statistics.
+"""DAVIS's metrics of video object segmentation: region similarity J, contour accuracy F, and their statistics.
 
-Every object of a video counts alike; its first and last frame are not scored. Numbers agree with the official code's.
+Every object of a video has the same weight; first and last frame are not scored. The numbers are those of DAVIS's code.
 """
 
 import math
@@ -18,35 +18,35 @@ from stop_mim.data.loader import Progress
 from stop_mim.data.videos import Video, read_mask
 from stop_mim.errors import InputError
 
-# Of the image's diagonal: contours that lie no further apart than this agree.
+# A fraction of the image's diagonal: contours that are no further apart than this agree.
 TOLERANCE = 0.008
 
 BinaryMask = Bool[np.ndarray, "height width"]
 Mask = UInt8[Tensor, "height width"]
 Predict = Callable[[Video], Iterable[Mask | None]]
-"""From a video to its masks, one for each frame; those of the first and the last frame may be missing."""
+"""Returns the masks of a video, one per frame; those of the first and the last frame may be None."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Values of an object over the frames of a video, in three numbers."""
+    """Statistics of an object's values over the frames of a video."""
 
     mean: float
     recall: float
-    """Part of the frames with more than a half."""
+    """Fraction of the frames with more than a half."""
     decay: float
-    """Mean of the first quarter less that of the last: how much is lost on the way."""
+    """Mean of the first quarter minus that of the last."""
 
 
 @dataclass(frozen=True)
 class ObjectScores:
-    """How well one object of one video was found."""
+    """J and F of one object of one video."""
 
     region: Statistics
     contour: Statistics
 
     def as_json(self) -> dict[str, float]:
-        """The six numbers by their names in DAVIS's tables."""
+        """Return the six numbers by their names in DAVIS's tables."""
         return {
             f"{letter}_{name}": value
             for letter, statistics in (("J", self.region), ("F", self.contour))
@@ -56,50 +56,45 @@ class ObjectScores:
 
 @dataclass(frozen=True)
 class SequenceScores:
-    """How well the objects of one video were found."""
+    """J and F of the objects of one video."""
 
     name: str
     frames: int
-    """How many frames were scored."""
+    """Number of scored frames."""
     objects: dict[int, ObjectScores]
 
     def as_json(self) -> dict[str, Any]:
-        """Means over the objects, and each object by its number."""
+        """Return the means over the objects, and each object by its number."""
         objects = {str(number): scores.as_json() for number, scores in self.objects.items()}
         return {**_means(objects.values()), "n": self.frames, "objects": objects}
 
 
 @dataclass(frozen=True)
 class VideoScores:
-    """How well the objects of a set of videos were found."""
+    """J and F of the objects of several videos."""
 
     sequences: tuple[SequenceScores, ...]
 
     def means(self) -> dict[str, float]:
-        """J&F and the six statistics, each the mean over all objects of all videos."""
+        """Return J&F and the six statistics, each the mean over all objects of all videos."""
         means = _means(scores.as_json() for sequence in self.sequences for scores in sequence.objects.values())
         return {"J&F": (means["J_mean"] + means["F_mean"]) / 2, **means}
 
     def as_json(self) -> dict[str, Any]:
-        """The means over all objects, and every sequence with its objects."""
+        """Return the means over all objects, and every sequence with its objects."""
         return {**self.means(), "sequences": {sequence.name: sequence.as_json() for sequence in self.sequences}}
-
-    def named_values(self) -> Iterator[tuple[str, float]]:
-        """Yields the means over all objects, in percent as all evaluations do."""
-        for name, value in self.means().items():
-            yield f"video/{name}", 100 * value
 
 
 def region_similarity(predicted: BinaryMask, truth: BinaryMask) -> float:
-    """J: intersection over union; two empty masks are alike."""
+    """Return J: intersection over union; two empty masks agree."""
     union = np.count_nonzero(predicted | truth)
     return np.count_nonzero(predicted & truth) / union if union else 1.0
 
 
 def boundary_map(mask: BinaryMask) -> BinaryMask:
-    """Pixels that differ from their right, lower or lower right neighbour, as far as these are in the image.
+    """Return the pixels that differ from their right, lower or lower right neighbour.
 
-    As DAVIS defines it, the last row looks to the right alone, the last column down alone, and the corner nowhere.
+    As in DAVIS, the last row is compared to the right alone, the last column down alone, and the corner not at all.
     """
     boundary = np.zeros_like(mask)
     here = mask[:-1, :-1]
@@ -110,27 +105,26 @@ def boundary_map(mask: BinaryMask) -> BinaryMask:
 
 
 def contour_accuracy(predicted: BinaryMask, truth: BinaryMask) -> float:
-    """F: the harmonic mean of the parts of either contour that the other one comes near.
+    """Return F: the harmonic mean of the fractions of either contour that are near the other one.
 
-    A mask without contour is one that is empty or fills the image: two of them agree, one alone misses everything.
+    A mask that is empty or fills the image has no contour: two of them score 1, one of them 0.
     """
     found, wanted = np.argwhere(boundary_map(predicted)), np.argwhere(boundary_map(truth))
     if not len(found) or not len(wanted):
         return float(len(found) == len(wanted))
     distance = math.ceil(TOLERANCE * math.hypot(*truth.shape))
-    precision, recall = _part_near(found, wanted, distance), _part_near(wanted, found, distance)
+    precision, recall = _fraction_near(found, wanted, distance), _fraction_near(wanted, found, distance)
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def _part_near(points: np.ndarray, others: np.ndarray, distance: int) -> float:
-    # A disk around each of the others covers just the points whose nearest one is in reach. Coordinates are whole
-    # numbers, so squares, their sums and the root of distance² are exact, and so is the comparison.
+def _fraction_near(points: np.ndarray, others: np.ndarray, distance: int) -> float:
+    # The same as dilating the other contour by a disk. Coordinates are whole numbers, so that the comparison is exact.
     nearest, _ = KDTree(others).query(points)
     return np.count_nonzero(nearest <= distance) / len(points)
 
 
 def statistics(values: Float64[np.ndarray, " frames"]) -> Statistics:
-    """Mean, recall and decay; a frame without a value (NaN) has no part in means, and is no success.
+    """Return mean, recall and decay; a frame without a value (NaN) is left out of means, and lowers recall.
 
     The edges of the quarters are rounded half up, and a frame on an edge belongs to both of its quarters.
     """
@@ -155,7 +149,7 @@ def _means(rows: Iterable[dict[str, float]]) -> dict[str, float]:
 def score_videos(
     videos: Sequence[Video], predict: Predict, foreground: bool = False, progress: Progress | None = None
 ) -> VideoScores:
-    """Score what `predict` makes of each video; with `foreground` all objects of a video are taken as one."""
+    """Score the predicted masks of each video; with `foreground` all objects of a video are one."""
     if not videos:
         raise InputError("There is no video to score: give at least one.")
     for video in videos:
@@ -176,7 +170,7 @@ def score_videos(
 def score_masks(
     videos: Sequence[Video], folder: Path, foreground: bool = False, progress: Progress | None = None
 ) -> VideoScores:
-    """Score masks that lie in folder/SEQUENCE/00000.png …, or in folder/480p/SEQUENCE."""
+    """Score the masks folder/SEQUENCE/00000.png …, or those in folder/480p/SEQUENCE."""
     folders = {video.name: _mask_folder(video, folder) for video in videos}
     return score_videos(videos, lambda video: _read_masks(video, folders[video.name]), foreground, progress)
 
@@ -184,13 +178,11 @@ def score_masks(
 def _require_truth(video: Video) -> None:
     if len(video) < 3:
         raise InputError(
-            f"The video '{video.name}' has {len(video)} frames: give at least 3, since the first and the last are not "
-            "scored."
+            f"The video '{video.name}' has {len(video)} frames: give at least 3, as the first and the last are not scored."
         )
     if missing := [video.frame_name(index) for index in range(1, len(video) - 1) if not video.has_mask(index)]:
         raise InputError(
-            f"The video '{video.name}' has no true mask of {_some(missing)}: only the first and the last frame need "
-            "none, so choose a split whose masks are published."
+            f"The video '{video.name}' has no true mask of {_some(missing)}: choose a split whose masks are published."
         )
 
 
@@ -213,7 +205,7 @@ def _read_masks(video: Video, folder: Path) -> Iterator[Mask | None]:
 def _score_frame(
     video: Video, index: int, prediction: Mask | None, foreground: bool
 ) -> Float64[np.ndarray, "objects 2"]:
-    """J and F of every object."""
+    """Return J and F of every object."""
     truth = video.mask(index)
     assert truth is not None
     assert prediction is not None

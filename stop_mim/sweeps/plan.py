@@ -112,6 +112,8 @@ class Plan:
     base: "TrainConfig"
     """The config that the variants change."""
     evaluate: tuple[str, ...]
+    shown: tuple[str, ...]
+    """Scores that the tables show."""
     out: Path
 
     def jobs(self, config: SweepConfig) -> Iterator[Job]:
@@ -204,6 +206,7 @@ def make_plan(name: str, config: SweepConfig, base: "TrainConfig | None" = None)
         dict(sweep.variants),
         base,
         (*scale.evaluate, *_probes(config, scale.evaluate)),
+        scale.shown,
         config.out or Path("runs") / f"sweep-{name}-{config.scale}",
     )
 

@@ -15,7 +15,12 @@ class Scale:
     overrides: Overrides
     evaluate: tuple[str, ...]
     """Options of `stop-mim evaluate`; where they have no --data, the images are those of the sweep's options."""
+    shown: tuple[str, ...] = ()
+    """Scores that the tables show, where they are measured; default: all."""
 
+
+# With labels drawn at random, and with those of a list.
+LOW_SHOT = ("low-shot/1%/top1", "low-shot/list/top1")
 
 SCALES: Registry[Callable[[], Scale]] = Registry("scale")
 
@@ -39,6 +44,7 @@ def demo() -> Scale:
             *("--task", "clevr", "--data", "scenes:count=1000,size=64", "--test-data", "scenes:count=10000,size=64"),
             *("--linear.standardise", "True", "--linear.layers", "1"),
         ),
+        ("count/clevr/top1", "distance/clevr/top1"),
     )
 
 
@@ -52,6 +58,7 @@ def tiny_imagenet() -> Scale:
             *("--task", "linear", "knn", "low-shot", "--low-shot.amounts", "1%"),
             *("--linear.standardise", "True", "--linear.layers", "1"),
         ),
+        ("linear/top1", "knn/neighbours=20/top1", *LOW_SHOT),
     )
 
 
@@ -62,4 +69,5 @@ def imagenet() -> Scale:
         "stop-vitb16",
         {"optim.epochs": 300, "checkpoint.keep": 1, "checkpoint.milestone_every_epochs": None},
         ("--task", "low-shot", "--low-shot.amounts", "1%"),
+        LOW_SHOT,
     )

@@ -116,8 +116,10 @@ class Summary:
 
     def columns(self) -> list[str]:
         """Return the names of the numbers that tables show."""
-        names = dict.fromkeys(name for row in self.scores.values() for name in row)
-        return [name for name in names if not name.startswith("health/")] + [name for name in HEALTH if name in names]
+        found = dict.fromkeys(name for row in self.scores.values() for name in row)
+        scores = [name for name in found if not name.startswith("health/")]
+        shown = [name for name in self.plan.shown if name in found] or scores
+        return [*shown, *(name for name in HEALTH if name in found)]
 
     def fewest_seeds(self) -> int:
         """Return the smallest number of seeds of any score."""
@@ -127,10 +129,10 @@ class Summary:
 def read_scores(run: Path) -> dict[str, float]:
     """Return the headline scores of a run's evaluation by name, and its health metrics after the last step."""
     scores = {
-        name if one["label"] == "class" else f"{one['label']}/{name}": value
-        for one in read_results(run / SCORES_FILE)
-        for name, value in one["metrics"].items()
-        if name.endswith("/top1") and "/last" not in name
+        evaluation.name_of(score): score.value
+        for evaluation in read_results(run / SCORES_FILE)
+        for score in evaluation.scores
+        if score.headline
     }
     last = (read_metrics(run) or [{}])[-1]
     return scores | {name: value for name, value in last.items() if name.startswith("health/")}

@@ -75,7 +75,7 @@ def test_a_sweep_from_outside_runs_through_the_command_line(tmp_path, scene_cach
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["unfinished"] == []
     scores = summary["variants"]["loud"]["scores"]
-    assert {"count/linear/top1", "distance/linear/top1", "health/A_norm"} <= set(scores)
+    assert {"count/clevr/top1", "distance/clevr/top1", "health/A_norm"} <= set(scores)
     config = json.loads((tmp_path / "out" / "loud" / "seed-0" / "config.json").read_text())
     assert (config["optim"]["lr"], config["positions"]["sigma"], config["speed"]["device"]) == (1e-4, 1.0, "cpu")
 

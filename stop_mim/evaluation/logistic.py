@@ -1,9 +1,9 @@
-"""Linear probe on frozen features: L2-regularised logistic regression, all its choices made on a part of the training set.
+"""L2-regularised logistic regression on frozen features: all penalties, or many small sets, are fitted at once.
 
-Features that do not fit into the device's memory are read again, chunk by chunk, for every step of the search.
+Features that do not fit into the device's memory are read again, chunk by chunk, in every step of the search.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,24 +12,28 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from stop_mim.evaluation.accuracy import top_accuracy
+from stop_mim.evaluation.features import Chunks
 from stop_mim.evaluation.minimiser import minimise
 from stop_mim.seeds import seeded_generator
 
 # Penalties per image; scikit-learn's C is 1 / (penalty · images).
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-HELD_OUT_PART, MOST_HELD_OUT = 0.2, 50_000
+HELD_OUT_FRACTION, MAX_HELD_OUT = 0.2, 50_000
 STEPS, HISTORY = 200, 10
-# It bounds memory and changes no result.
+# Bounds memory; changes no result.
 LOGITS_AT_A_TIME = 2**27
 
-Chunks = Sequence[Float[Tensor, "_ _"]]
 FitProgress = Callable[[int, int], None]
+
+
+def top_accuracy(scores: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], k: int) -> float:
+    """Return the fraction of the images whose class is among the k that score highest."""
+    return (scores.topk(k, dim=1).indices == labels[:, None]).any(1).double().mean().item()
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """A standardisation by the training set's statistics and a linear classifier."""
+    """A linear classifier of features that are standardised by the statistics of the training set."""
 
     mean: Float[Tensor, " dim"]
     std: Float[Tensor, " dim"]
@@ -37,19 +41,19 @@ class LinearProbe:
     bias: Float[Tensor, " classes"]
 
     def logits(self, features: Float[Tensor, "n dim"]) -> Float[Tensor, "n classes"]:
-        """Scores of the classes."""
+        """Return the scores of the classes."""
         return F.linear((features.to(self.mean) - self.mean) / self.std, self.weight, self.bias)
 
     def accuracy(self, features: Float[Tensor, "n dim"], labels: Int[Tensor, " n"]) -> float:
-        """Part of the images whose class has the highest score."""
+        """Return the fraction of the images whose class has the highest score."""
         return top_accuracy(self.logits(features), labels, 1)
 
 
 class TrainingFeatures:
-    """Features and labels to fit probes to: standardised, or scaled as a whole; centred, which the free bias allows.
+    """Features and labels to fit probes to: centred, and standardised or scaled as a whole.
 
-    The search goes along the principal components, each stretched until the loss is about equally curved along all of
-    them: the optimum is the same, and is found in tens of steps instead of hundreds.
+    The search is preconditioned: it runs along the principal components, each scaled so that the loss is about equally
+    curved along all of them. The optimum is the same, and is found in tens of steps instead of hundreds.
     """
 
     def __init__(
@@ -69,9 +73,9 @@ class TrainingFeatures:
         return (chunk.to(self.device, non_blocking=True).float() - self.mean) / self.std
 
     def _principal_components(self, only: Tensor | None) -> tuple[Float[Tensor, " k"], Float[Tensor, "dim k"]]:
-        """Variances and directions; those without variance, in which the optimum has no part, are left out."""
+        """Return variances and directions, without directions of no variance, along which the optimum is zero."""
         if only is not None and only.shape[0] < only.shape[1]:
-            # The smaller of the two products has the same spectrum.
+            # The smaller of the two Gram matrices has the same spectrum.
             variances, left = torch.linalg.eigh(only.double() @ only.double().T / self.count)
             directions = F.normalize(only.double().T @ left, dim=0)
         else:
@@ -89,11 +93,11 @@ class TrainingFeatures:
                 yield part if self.projected is not None else self._inputs(part) @ self.components, part_labels
 
     @torch.no_grad()
-    def fit(self, penalties: Sequence[float], steps: int = STEPS, tick: FitProgress | None = None) -> list[LinearProbe]:
-        """For each penalty the probe that minimises cross-entropy + penalty · ‖weight‖² / 2; all are searched for at once."""
+    def fit(self, penalties: Sequence[float], progress: FitProgress | None = None) -> list[LinearProbe]:
+        """Return, for each penalty, the probe that minimises cross-entropy + penalty · ‖weight‖² / 2."""
         problems, classes, k = len(penalties), self.classes, len(self.curvatures)
         strengths = torch.tensor(penalties, device=self.device)[:, None].expand(-1, k)
-        # The bias is one more component, of variance 1 and without penalty.
+        # The bias is one more component, with variance 1 and no penalty.
         strengths = F.pad(strengths, (0, 1))[:, None]
         evenly = 1 / classes * (1 - 1 / classes)
         stretch = (evenly * F.pad(self.curvatures, (0, 1), value=1.0) + strengths).rsqrt()
@@ -115,55 +119,45 @@ class TrainingFeatures:
             return values, (gradients * stretch).flatten(1)
 
         start = torch.zeros(problems, classes * (k + 1), device=self.device)
-        found = minimise(objective, start, steps, HISTORY, tick).view(problems, classes, k + 1) * stretch
+        found = minimise(objective, start, STEPS, HISTORY, progress).view(problems, classes, k + 1) * stretch
         return [self.probe(one) for one in found]
 
-    def inputs(self) -> Float[Tensor, "n k"]:
-        """All features along the principal components, of a set in memory."""
-        assert self.projected is not None
-        return self.projected
-
     def probe(self, weights: Float[Tensor, "classes k_and_more"]) -> LinearProbe:
-        """The probe of weights along the principal components, which come first, and of biases, which come last."""
+        """Return the probe of weights along the principal components, with the biases in the last column."""
         k = len(self.curvatures)
         return LinearProbe(self.mean, self.std, weights[:, :k] @ self.components.T, weights[:, -1])
 
 
-@torch.no_grad()
 def fit_together(
-    trainings: Sequence[TrainingFeatures],
-    penalties: Sequence[Sequence[float]],
-    steps: int = STEPS,
-    at_once: int | None = None,
+    trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]]
 ) -> list[list[LinearProbe]]:
-    """What `fit` finds for each of several small sets in memory and its penalties, equally many; all searched for at once.
+    """Return what `fit` finds for each of several small sets and its penalties, of which all have equally many.
 
-    A GPU waits for the interpreter in each step of a small search: many searches in one wait no longer than a single one.
-    On the CPU, which would only have more numbers to move, each is on its own unless `at_once` says otherwise.
+    On a GPU, small sets are fitted in one search: each step of a small search waits for the interpreter, and many in one
+    wait no longer than a single one. On the CPU each set is fitted on its own.
     """
+    if trainings[0].device.type == "cpu" or any(training.projected is None for training in trainings):
+        return [training.fit(own) for training, own in zip(trainings, penalties, strict=True)]
     widest = max(len(training.curvatures) for training in trainings)
     most_rows, classes, problems = max(one.count for one in trainings), trainings[0].classes, len(penalties[0])
-    # The search remembers two points for each step of its history.
+    # The search keeps two points for each step of its history.
     numbers = problems * classes * (most_rows + 2 * HISTORY * (widest + 1))
-    if at_once is None:
-        at_once = 1 if trainings[0].device.type == "cpu" else max(1, LOGITS_AT_A_TIME // numbers)
+    at_once = max(1, LOGITS_AT_A_TIME // numbers)
     found: list[list[LinearProbe]] = []
     for start in range(0, len(trainings), at_once):
         part = slice(start, start + at_once)
-        found += _fit_stacked(trainings[part], penalties[part], steps)
+        found += fit_stacked(trainings[part], penalties[part])
     return found
 
 
-def _fit_stacked(
-    trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]], steps: int
-) -> list[list[LinearProbe]]:
-    if len(trainings) == 1 or any(training.projected is None for training in trainings):
-        return [training.fit(own, steps) for training, own in zip(trainings, penalties, strict=True)]
+@torch.no_grad()
+def fit_stacked(trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]]) -> list[list[LinearProbe]]:
+    """Fit sets that are in memory in one search."""
     sets, problems, classes = len(trainings), len(penalties[0]), trainings[0].classes
     k, device = max(len(one.curvatures) for one in trainings), trainings[0].device
-    inputs = pad_sequence([F.pad(one.inputs(), (0, k - len(one.curvatures))) for one in trainings], batch_first=True)
+    inputs = pad_sequence([F.pad(one.projected, (0, k - len(one.curvatures))) for one in trainings], batch_first=True)
     labels = pad_sequence([torch.cat(one.labels) for one in trainings], batch_first=True)
-    # A row that only fills up weighs nothing, and a component that only fills up stays at zero.
+    # Rows of padding have weight zero, and components of padding stay at zero.
     shares = pad_sequence([inputs.new_full((one.count,), 1 / one.count) for one in trainings], batch_first=True)
     curvatures = pad_sequence([one.curvatures for one in trainings], batch_first=True, padding_value=1.0)
     strengths = torch.tensor(penalties, device=device)[..., None].expand(-1, -1, k)
@@ -185,7 +179,7 @@ def _fit_stacked(
         return values.flatten(), (gradients * stretch).view_as(points)
 
     start = torch.zeros(sets * problems, classes * (k + 1), device=device)
-    found = minimise(objective, start, steps, HISTORY).view(sets, problems, classes, k + 1) * stretch
+    found = minimise(objective, start, STEPS, HISTORY).view(sets, problems, classes, k + 1) * stretch
     return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
 
 
@@ -198,27 +192,19 @@ def _statistics(chunks: Chunks, device: torch.device) -> tuple[Float[Tensor, " d
     return mean.float(), (squares / count).sqrt().float()
 
 
-def fit_linear_probe(
-    features: Float[Tensor, "n dim"], labels: Int[Tensor, " n"], penalty: float, classes: int, standardise: bool = True
-) -> LinearProbe:
-    """A probe of features in memory, with a given penalty."""
-    training = TrainingFeatures([features], labels, classes, features.device, standardise)
-    return training.fit([penalty])[0]
-
-
 @dataclass(frozen=True)
 class Chosen:
-    """A penalty, and the accuracy on held-out training images that it was chosen for."""
+    """A penalty, and the accuracy on held-out training images that it was chosen by."""
 
     penalty: float
     held_out: float
 
 
 def held_out(count: int, seed: int = 0) -> Bool[Tensor, " n"]:
-    """Which of so many training images are kept back to choose by."""
+    """Return which of `count` training images are held out to choose by."""
     order = torch.randperm(count, generator=seeded_generator("cpu", seed, "held out"))
     held = torch.zeros(count, dtype=torch.bool)
-    held[order[: max(1, min(MOST_HELD_OUT, int(count * HELD_OUT_PART)))]] = True
+    held[order[: max(1, min(MAX_HELD_OUT, int(count * HELD_OUT_FRACTION)))]] = True
     return held
 
 
@@ -228,60 +214,17 @@ def choose_penalty(
     classes: int,
     device: torch.device,
     standardise: bool = True,
-    penalties: Sequence[float] = PENALTIES,
     seed: int = 0,
-    done: FitProgress | None = None,
+    progress: FitProgress | None = None,
 ) -> Chosen:
-    """The penalty that does best on a held-out part of these images; of equals, the strongest."""
+    """Return the penalty with the best accuracy on a held-out part of the images; of equals, the strongest."""
     held = held_out(len(labels), seed)
     labels = labels.cpu()
     parts = held.split([len(chunk) for chunk in chunks])
     used = [chunk[~part.to(chunk.device)] for chunk, part in zip(chunks, parts, strict=True)]
     training = TrainingFeatures(used, labels[~held], classes, device, standardise)
     kept = torch.cat([chunk[part.to(chunk.device)].to(device) for chunk, part in zip(chunks, parts, strict=True)])
-    best = Chosen(penalties[0], -1.0)
-    for penalty, probe in zip(penalties, training.fit(penalties, tick=done), strict=True):
-        accuracy = probe.accuracy(kept.float(), labels[held].to(device))
-        best = Chosen(penalty, accuracy) if accuracy > best.held_out else best
-    return best
-
-
-def linear_probe(
-    train: Mapping[str, Chunks],
-    train_labels: Int[Tensor, " n"],
-    test: Mapping[str, Chunks],
-    test_labels: Int[Tensor, " m"],
-    classes: int,
-    device: torch.device,
-    standardise: Sequence[bool] = (True, False),
-    seed: int = 0,
-    progress: FitProgress | None = None,
-) -> Iterator[tuple[str, float]]:
-    """Yields the scores of a probe of each kind of features, with standardisation (+bn) and without, then of the best.
-
-    The best is the one that did best on held-out training images: the test set decides nothing.
-    """
-    variants = [(name, scaled) for name in train for scaled in standardise]
-    best_held_out, best_scores = -1.0, {}
-    for number, (name, scaled) in enumerate(variants):
-        searches = 2 * number
-
-        def tick(step: int, steps: int) -> None:
-            if progress is not None:
-                progress(searches * steps + step, 2 * len(variants) * steps)  # noqa: B023 - called before the next one
-
-        chosen = choose_penalty(train[name], train_labels, classes, device, scaled, PENALTIES, seed, tick)
-        training = TrainingFeatures(train[name], train_labels, classes, device, scaled)
-        searches += 1
-        (probe,) = training.fit([chosen.penalty], tick=tick)
-        logits = torch.cat([probe.logits(chunk.to(device)) for chunk in test[name]])
-        scores = {f"top{k}": 100 * top_accuracy(logits, test_labels.to(device), k) for k in (1, 5) if k < classes}
-        scores |= {"penalty": chosen.penalty, "held_out": 100 * chosen.held_out}
-        for score, value in scores.items():
-            yield f"linear/{name}{'+bn' if scaled else ''}/{score}", value
-        if chosen.held_out > best_held_out:
-            best_held_out, best_scores = chosen.held_out, scores
-    if progress is not None:
-        progress(2 * len(variants) * STEPS, 2 * len(variants) * STEPS)
-    for score, value in best_scores.items():
-        yield f"linear/{score}", value
+    probes = training.fit(PENALTIES, progress)
+    accuracies = [probe.accuracy(kept.float(), labels[held].to(device)) for probe in probes]
+    best = max(range(len(PENALTIES)), key=lambda place: accuracies[place])
+    return Chosen(PENALTIES[best], accuracies[best])

@@ -1,4 +1,4 @@
-"""Video object segmentation with frozen features: labels of the first frame go from patch to similar patch.
+"""Label propagation in videos with frozen features: labels of the first frame go from patch to similar patch.
 
 Nothing is trained: each patch takes the labels of its nearest patches in the first frame and in the frames just before.
 """
@@ -6,71 +6,50 @@ Nothing is trained: each patch takes the labels of its nearest patches in the fi
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
-from torch import Tensor, nn
+from torch import Tensor
 
-from stop_mim.data.augment import ChannelValues, normalise, resize_batch
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
+from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.loader import Progress
 from stop_mim.data.videos import Video, write_mask
 from stop_mim.errors import InputError
 from stop_mim.evaluation.overlays import write_overlays
 from stop_mim.evaluation.segmentation import Mask, VideoScores, score_videos
+from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.positions import Grid
 
-# Cosines held at a time: it bounds memory and changes no result.
+# Bounds memory; changes no result.
 COSINES_AT_A_TIME = 2**25
 
-# Features and soft labels of one frame's patches.
+# Features and soft labels of the patches of one frame.
 LabelledFrame = tuple[Float[Tensor, "patches dim"], Float[Tensor, "patches classes"]]
 
 
-@runtime_checkable
-class PatchEncoder(Protocol):
-    """What is asked of an encoder: normed tokens (B, N, D) of the patches of normalised images (B, 3, H, W)."""
-
-    patch_size: tuple[int, int]
-    mean: ChannelValues
-    std: ChannelValues
-
-    def __call__(self, images: Tensor, /) -> Tensor:
-        """One token for each patch, row by row."""
-
-
 @dataclass(frozen=True)
-class PropagationConfig:
-    """How labels go from frame to frame; the defaults are the protocol's."""
+class PropagationConfig(Checked, group="video.propagation"):
+    """How labels go from frame to frame; the defaults are those of the paper."""
 
-    short_side: int = 480
-    """Frames are resized so that their shorter side has so many pixels, or as near as whole patches come."""
-    context_frames: int = 7
+    short_side: Annotated[int, ABOVE_ZERO] = 480
+    """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
+    context_frames: Annotated[int, AT_LEAST_ZERO] = 7
     """How many of the frames just before give labels, besides the first."""
-    temperature: float = 0.1
-    """A patch weighs exp(cosine / temperature)."""
-    window: int = 12
-    """A patch looks so many patches up, down, left and right of its own place."""
-    neighbours: int = 5
+    temperature: Annotated[float, ABOVE_ZERO] = 0.1
+    """A patch has the weight exp(cosine / temperature)."""
+    window: Annotated[int, AT_LEAST_ZERO] = 12
+    """A patch looks at patches up to this many rows and columns away."""
+    neighbours: Annotated[int, ABOVE_ZERO] = 5
     """How many patches, of all in the window in all context frames, give their labels."""
-    bfloat16: bool = False
-    """Encode in bfloat16 where the encoder is on a GPU: faster, with features rounded to eight bits."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("short_side", 1), ("context_frames", 0), ("window", 0), ("neighbours", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"video.{name} is {getattr(self, name)}: give a whole number of at least {least}.")
-        if not 0 < self.temperature < math.inf:
-            raise InputError(f"video.temperature is {self.temperature}: give a number above 0.")
 
 
 def feature_size(frame: tuple[int, int], patch: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Height and width of a frame for the encoder: its proportions as nearly as whole patches allow."""
+    """Return height and width of a frame for the encoder: its aspect ratio as nearly as whole patches allow."""
     scale = short_side / min(frame)
     height, width = (max(1, round(side * scale / length)) * length for side, length in zip(frame, patch, strict=True))
     return height, width
@@ -78,21 +57,15 @@ def feature_size(frame: tuple[int, int], patch: tuple[int, int], short_side: int
 
 @torch.inference_mode()
 def patch_features(
-    encoder: PatchEncoder,
-    frame: UInt8[Tensor, "3 height width"],
-    size: tuple[int, int],
-    device: torch.device,
-    bfloat16: bool = False,
+    encoder: FrozenEncoder, frame: UInt8[Tensor, "3 height width"], size: tuple[int, int], device: torch.device
 ) -> Float[Tensor, "patches dim"]:
-    """Tokens of length one."""
+    """Return the patch tokens, normalised to length one."""
     images = normalise(resize_batch(frame[None].to(device), size), encoder.mean, encoder.std)
-    with torch.autocast("cuda", torch.bfloat16, enabled=bfloat16 and device.type == "cuda"):
-        tokens = encoder(images)[0]
+    tokens = encoder(images)[0]
     patches = math.prod(side // length for side, length in zip(size, encoder.patch_size, strict=True))
     if len(tokens) != patches:
         raise InputError(
-            f"The encoder gives {len(tokens)} tokens for {patches} patches: use one that gives a token for each patch and "
-            "no other."
+            f"The encoder gives {len(tokens)} tokens for {patches} patches: use one that gives one token per patch."
         )
     if not torch.isfinite(tokens).all():
         raise InputError(
@@ -103,10 +76,9 @@ def patch_features(
 
 @torch.inference_mode()
 def patch_labels(mask: UInt8[Tensor, "height width"], classes: int, grid: Grid) -> Float[Tensor, "patches classes"]:
-    """For each patch, which part of its area has which number.
+    """Return, for each patch, the fraction of its area that each object covers.
 
-    Parts rather than the number in the middle: an object that is thinner than a patch, or lies across its corners, would
-    otherwise have no patch to start from; and where the border goes through a patch is kept.
+    Fractions rather than the object in the middle: an object thinner than a patch would otherwise have no patch at all.
     """
     one_hot = F.one_hot(mask.long(), classes).permute(2, 0, 1)[None].float()
     return F.interpolate(one_hot, grid, mode="area")[0].flatten(1).T.contiguous()
@@ -120,7 +92,7 @@ def propagate_labels(
     config: PropagationConfig,
     cosines_at_a_time: int = COSINES_AT_A_TIME,
 ) -> Float[Tensor, "patches classes"]:
-    """Labels for a frame: the means of its patches' neighbours' labels, weighted by their affinity."""
+    """Return the labels of a frame: means of the labels of each patch's neighbours, weighted by their affinity."""
     rows, columns = grid
     keys = torch.stack([frame for frame, _ in context]).unflatten(1, grid)  # (frames, rows, columns, D)
     values = torch.stack([labels for _, labels in context]).unflatten(1, grid)
@@ -129,7 +101,7 @@ def propagate_labels(
     parts = []
     for top in range(0, rows, rows_at_a_time):
         bottom = min(top + rows_at_a_time, rows)
-        # Rows that are out of every query's reach are left out; what remains is masked.
+        # Rows outside of every query's window are left out; the others are masked.
         reach = slice(max(0, top - config.window), bottom + config.window)
         near = _window(range(top, bottom), range(*reach.indices(rows)), columns, config.window, features.device)
         cosines = queries[top:bottom].flatten(0, 1) @ keys[:, reach].flatten(0, 2).T
@@ -141,7 +113,7 @@ def propagate_labels(
 
 
 def _window(query_rows: range, key_rows: range, columns: int, window: int, device: torch.device) -> Tensor:
-    """Which patches of some rows are near enough to which patches of others."""
+    """Return which patches of some rows have which patches of others in their window."""
     row = torch.arange(query_rows.start, query_rows.stop, device=device)
     other = torch.arange(key_rows.start, key_rows.stop, device=device)
     column = torch.arange(columns, device=device)
@@ -155,57 +127,47 @@ def _window(query_rows: range, key_rows: range, columns: int, window: int, devic
 def labels_to_mask(
     labels: Float[Tensor, "patches classes"], grid: Grid, size: tuple[int, int]
 ) -> UInt8[Tensor, "height width"]:
-    """The number with the highest label at each pixel, between the patches' centres by bilinear interpolation."""
+    """Return the object with the highest label at each pixel; labels are interpolated bilinearly between patches."""
     maps = labels.T.unflatten(1, grid)[None]
     return F.interpolate(maps, size, mode="bilinear")[0].argmax(0).to(torch.uint8).cpu()
 
 
 def propagate(
-    encoder: PatchEncoder,
-    video: Video,
-    config: PropagationConfig | None = None,
-    device: torch.device | None = None,
+    encoder: FrozenEncoder, video: Video, config: PropagationConfig, device: torch.device
 ) -> Iterator[UInt8[Tensor, "height width"]]:
-    """Yields a mask for every frame, the given one first; works where the encoder is, or on the device that is named."""
-    config = config or PropagationConfig()
-    device = device or _device_of(encoder)
+    """Yield a mask for every frame, the given one first; the encoder is on the device, in evaluation mode."""
     mask = video.first_mask()
     frame_size = (mask.shape[0], mask.shape[1])
     size = feature_size(frame_size, encoder.patch_size, config.short_side)
     grid = (size[0] // encoder.patch_size[0], size[1] // encoder.patch_size[1])
     before: deque[LabelledFrame] = deque(maxlen=config.context_frames)
-    with _evaluating(encoder):
-        features = patch_features(encoder, video.frame(0), size, device, config.bfloat16)
-        first = (features, patch_labels(mask.to(device), len(video.objects) + 1, grid))
-        yield mask
-        for index in range(1, len(video)):
-            features = patch_features(encoder, video.frame(index), size, device, config.bfloat16)
-            labels = propagate_labels(features, [first, *before], grid, config)
-            before.append((features, labels))
-            yield labels_to_mask(labels, grid, frame_size)
-
-
-def copy_first_mask(video: Video) -> Iterator[UInt8[Tensor, "height width"]]:
-    """Yields the first mask for every frame: what any method has to beat."""
-    yield from repeat(video.first_mask(), len(video))
+    features = patch_features(encoder, video.frame(0), size, device)
+    first = (features, patch_labels(mask.to(device), len(video.objects) + 1, grid))
+    yield mask
+    for index in range(1, len(video)):
+        features = patch_features(encoder, video.frame(index), size, device)
+        labels = propagate_labels(features, [first, *before], grid, config)
+        before.append((features, labels))
+        yield labels_to_mask(labels, grid, frame_size)
 
 
 def segment_videos(
-    encoder: PatchEncoder,
+    encoder: FrozenEncoder,
     videos: Sequence[Video],
+    config: PropagationConfig,
+    device: torch.device,
     out: Path | None = None,
-    config: PropagationConfig | None = None,
-    foreground: bool = False,
     overlays: bool = False,
+    foreground: bool = False,
     progress: Progress | None = None,
-    device: torch.device | None = None,
 ) -> VideoScores:
-    """Propagate and score every video; masks go to out/SEQUENCE/00000.png …, drawings to out/overlays/SEQUENCE.
+    """Propagate and score every video.
 
-    With `foreground` the objects are followed one by one and scored as one, so that the saved masks score the same.
+    Args:
+        out: folder for the masks, out/SEQUENCE/00000.png …
+        overlays: draw them over the frames too, in out/overlays/SEQUENCE.
+        foreground: score all objects as one; they are propagated one by one, so that saved masks score the same.
     """
-    if overlays and out is None:
-        raise InputError("Overlays need a folder: name one for the masks, and the overlays go there too.")
 
     def predict(video: Video) -> Iterator[Mask]:
         masks = []
@@ -219,20 +181,3 @@ def segment_videos(
             write_overlays(video, masks, out / "overlays" / video.name)
 
     return score_videos(videos, predict, foreground, progress)
-
-
-@contextmanager
-def _evaluating(encoder: PatchEncoder) -> Iterator[None]:
-    module = encoder if isinstance(encoder, nn.Module) and encoder.training else None
-    try:
-        if module is not None:
-            module.eval()
-        yield
-    finally:
-        if module is not None:
-            module.train()
-
-
-def _device_of(encoder: PatchEncoder) -> torch.device:
-    parameters = encoder.parameters() if isinstance(encoder, nn.Module) else iter(())
-    return next((parameter.device for parameter in parameters), torch.device("cpu"))
