@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from stop_mim.analysis.demo_figures import loss_figure, positions_figure
+from stop_mim.analysis.figures import FIGURES
 from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
@@ -22,15 +22,12 @@ from stop_mim.evaluation.knn import knn
 from stop_mim.evaluation.linear import linear_probe
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.files import write_atomically
-from stop_mim.positions import StochasticPositions
 from stop_mim.seeds import derive_seed
-from stop_mim.training.build import build_encoder, build_objective
-from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.build import build_encoder
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.loop import train
 from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.recipes import find_recipe
-from stop_mim.training.run_folder import RunFolder, read_metrics
 
 DEFAULT_FOLDER = Path("stop-mim-demo")
 TASKS = {"count": count_classes, "distance": distance_classes}
@@ -61,7 +58,7 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
         raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
     scores = compare(config, result.folder, train_source, test_source, console)
     write_atomically(result.folder / SCORES_FILE, lambda file: file.write_text(json.dumps(scores, indent=2)))
-    draw(config, result.folder)
+    draw(result.folder)
     write_report([result.folder], result.folder / REPORT_FILE)
     show_scores(scores, result.folder, console)
     return result.folder
@@ -113,16 +110,10 @@ def _labels(source: ImageSource, task: str) -> Int[Tensor, " n"]:
     return TASKS[task](source.labels[task])
 
 
-def draw(config: TrainConfig, folder: Path) -> None:
-    """The loss curve and the picture of sampled positions."""
-    loss_figure(read_metrics(folder), folder / "loss.png")
-    objective = build_objective(config)
-    newest = RunFolder(folder).newest_checkpoint()
-    positions = objective.positions
-    if newest is not None and isinstance(positions, StochasticPositions):
-        tensors = read_checkpoint(newest).tensors
-        objective.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
-        positions_figure(positions, folder / "positions.png")
+def draw(folder: Path) -> None:
+    """Draw the loss curve and the sampled positions."""
+    for name in ("loss", "positions"):
+        FIGURES[name]([folder], None).savefig(folder / f"{name}.png", dpi=150)
 
 
 def show_scores(scores: dict[str, dict[str, float]], folder: Path, console: Console) -> None:
