@@ -219,7 +219,7 @@ class Figure:
     """Draw the paper's figures from runs, as PDF and PNG: stop-mim figure NAME [NAME …] --runs RUN [RUN …]."""
 
     names: Annotated[Positional[tuple[str, ...]], arg(metavar="NAME …")]
-    """1, 3, 4, 5, 6, covariance, theory or all."""
+    """Figures by name, or all."""
     runs: tuple[Path, ...] = ()
     """Run directories; seeds of the same settings are averaged."""
     out: Path = Path("figures")
@@ -374,6 +374,11 @@ def _check_name(command: str, name: str = "") -> None:
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
     """Return the help of a command, and its defaults where these depend on the arguments."""
     settings: dict[str, Any] = {"description": inspect.cleandoc(COMMANDS[name].__doc__)}
+    if name == "figure" and given[0] == name:
+        from stop_mim.analysis.figures import FIGURES
+
+        lines = (f"  - {figure}: {(draw.__doc__ or '').strip().splitlines()[0]}" for figure, draw in FIGURES.items())
+        settings["description"] += "\n\n" + "\n".join(lines)
     if name == "resume" and given[0] == name and given[1] not in HELP:
         from stop_mim.training.run_folder import RunFolder
 

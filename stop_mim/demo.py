@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from stop_mim.analysis.demo_figures import loss_figure, positions_figure
+from stop_mim.analysis.figures import FIGURES
 from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
@@ -22,14 +22,11 @@ from stop_mim.evaluation.tasks.knn import knn
 from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.files import write_atomically
-from stop_mim.positions import StochasticPositions
 from stop_mim.seeds import derive_seed
-from stop_mim.training.build import build_encoder, build_objective
-from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.build import build_encoder
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.loop import train
 from stop_mim.training.recipes import find_recipe
-from stop_mim.training.run_folder import RunFolder, read_metrics
 
 TASKS = {"count": count_classes, "distance": distance_classes}
 CHANCE = {"count": 100 / 8, "distance": 100 / 6}
@@ -63,7 +60,8 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
         raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
     scores = compare(config, result.folder, *sources)
     write_atomically(result.folder / "demo.json", lambda file: file.write_text(json.dumps(scores, indent=2)))
-    draw(config, result.folder)
+    for name in ("loss", "positions"):
+        FIGURES[name]([result.folder], None).savefig(result.folder / f"{name}.png", dpi=150)
     write_report([result.folder], result.folder / "report.html")
     show(scores, result.folder, console)
     return result.folder
@@ -102,18 +100,6 @@ def probe(
         "knn": knn(*train_set, *test_set, *rest, (NEIGHBOURS,)),
     }
     return {f"{name}/{score.name}": score.value for name, scores in probes.items() for score in scores}
-
-
-def draw(config: TrainConfig, run: Path) -> None:
-    """Draw the loss curve and sampled positions."""
-    loss_figure(read_metrics(run), run / "loss.png")
-    objective = build_objective(config)
-    newest = RunFolder(run).newest_checkpoint()
-    positions = objective.positions
-    if newest is not None and isinstance(positions, StochasticPositions):
-        tensors = read_checkpoint(newest).tensors
-        objective.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
-        positions_figure(positions, run / "positions.png")
 
 
 def show(scores: Scores, run: Path, console: Console) -> None:
