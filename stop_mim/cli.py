@@ -10,6 +10,7 @@ import functools
 import inspect
 import operator
 import os
+import pkgutil
 import select
 import signal
 import sys
@@ -45,33 +46,21 @@ UNPREFIXED = ("run", "config")
 COMMANDS: Registry[Any] = Registry("command")
 
 
-def _lazy(factory: Callable[[], Any], **options: Any) -> Any:
-    """Annotate a field whose type is made when its command is parsed; name="" leaves out the prefix of its options."""
-    return tyro.conf.arg(constructor_factory=factory, **options)
+def _imported(path: str, **options: Any) -> Any:
+    """Annotate a field whose type is imported when its command is parsed; name="" leaves out the prefix of its options."""
+    return arg(constructor_factory=lambda: pkgutil.resolve_name(path), **options)
 
 
-def _train_config() -> Any:
-    from stop_mim.training.config import TrainConfig
-
-    return TrainConfig
-
-
-def _speed_config() -> Any:
-    from stop_mim.training.config import SpeedConfig
-
-    return SpeedConfig
-
-
-def _evaluate_config() -> Any:
-    from stop_mim.evaluation.config import evaluate_config
-
-    return evaluate_config()
-
-
-def _bench_config() -> Any:
-    from stop_mim.benchmark.config import BenchConfig
-
-    return BenchConfig
+TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
+EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
+SWEEP_CONFIG = "stop_mim.sweeps.plan:SweepConfig"
+BENCH_CONFIG = "stop_mim.benchmark.config:BenchConfig"
+# What the first argument of a command names, and where its choices are.
+NAMED = {
+    "pretrain": ("recipe", "stop_mim.training.recipes:RECIPES"),
+    "bench": ("recipe", "stop_mim.training.recipes:RECIPES"),
+    "sweep": ("sweep", "stop_mim.sweeps.grid:SWEEPS"),
+}
 
 
 def _one_of(options: dict[str, tuple[Any, str]]) -> Any:
@@ -90,17 +79,11 @@ def _recipes(kind: Callable[..., Any]) -> Any:
     return _one_of({name: (kind(name, find_recipe(name)), summary(name)) for name in RECIPES})
 
 
-def _sweep_config() -> Any:
-    from stop_mim.sweeps.plan import SweepConfig
-
-    return SweepConfig
-
-
 def _sweeps() -> Any:
     """Return a subcommand for each sweep."""
     from stop_mim.sweeps.grid import SWEEPS, summary
 
-    return _one_of({name: (SweepOptions(name, _sweep_config()()), summary(name)) for name in SWEEPS})
+    return _one_of({name: (SweepOptions(name, pkgutil.resolve_name(SWEEP_CONFIG)()), summary(name)) for name in SWEEPS})
 
 
 @COMMANDS.register("demo")
@@ -125,7 +108,7 @@ class PretrainOptions:
     """A recipe with the options of the command line."""
 
     recipe: Suppress[str]
-    config: Annotated[Any, _lazy(_train_config, name="")]
+    config: Annotated[Any, _imported(TRAIN_CONFIG, name="")]
     init: str | None = None
     """Initial weights: a run, a checkpoint or a .pth.tar of a release (all weights), or any encoder's name."""
 
@@ -135,7 +118,7 @@ class PretrainOptions:
 class Pretrain:
     """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]."""
 
-    run: Annotated[Any, _lazy(partial(_recipes, PretrainOptions), name="")]
+    run: Annotated[Any, arg(constructor_factory=lambda: _recipes(PretrainOptions), name="")]
 
     def __call__(self) -> None:
         from stop_mim.training.loop import train
@@ -155,7 +138,7 @@ class Resume:
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run directory."""
-    speed: Annotated[Any, _lazy(_speed_config)]
+    speed: Annotated[Any, _imported("stop_mim.training.config:SpeedConfig")]
     checkpoint: Path | None = None
     """Checkpoint to continue from, instead of the newest one."""
     stop_after_steps: int | None = None
@@ -174,7 +157,7 @@ class Evaluate:
 
     encoders: Annotated[Positional[tuple[str, ...]], arg(metavar="ENCODER …")]
     """Run directories, encoder files, timm:NAME, hf:NAME, untrained:RUN or masks:FOLDER."""
-    config: Annotated[Any, _lazy(_evaluate_config, name="")]
+    config: Annotated[Any, arg(constructor_factory=lambda: pkgutil.resolve_name(EVALUATE_CONFIG)(), name="")]
 
     def __call__(self) -> None:
         from stop_mim.evaluation.evaluate import evaluate
@@ -187,7 +170,7 @@ class SweepOptions:
     """A sweep with the options of the command line."""
 
     name: Suppress[str]
-    config: Annotated[Any, _lazy(_sweep_config, name="")]
+    config: Annotated[Any, _imported(SWEEP_CONFIG, name="")]
 
 
 @COMMANDS.register("sweep")
@@ -198,13 +181,15 @@ class Sweep:
     Options with a group, such as --optim.lr, go to `pretrain`, those of the group speed also to `evaluate`.
     """
 
-    run: Annotated[Any, _lazy(_sweeps, name="")]
+    run: Annotated[Any, arg(constructor_factory=_sweeps, name="")]
 
     def __call__(self, overrides: Sequence[str] = ()) -> None:
         from stop_mim.sweeps.plan import base_config
         from stop_mim.sweeps.run import run_sweep
 
-        base, unknown = _parse(_train_config(), overrides, default=base_config(self.run.config), prog="stop-mim sweep")
+        base, unknown = _parse(
+            pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=base_config(self.run.config), prog="stop-mim sweep"
+        )
         _refuse_unknown(unknown, self, base)
         result = run_sweep(self.run.name, self.run.config, base)
         if result.interrupted_by:
@@ -282,8 +267,8 @@ class BenchOptions:
     """A recipe to measure."""
 
     recipe: Suppress[str]
-    config: Annotated[Any, _lazy(_train_config, name="")]
-    bench: Annotated[Any, _lazy(_bench_config)] = field(default_factory=lambda: _bench_config()())
+    config: Annotated[Any, _imported(TRAIN_CONFIG, name="")]
+    bench: Annotated[Any, _imported(BENCH_CONFIG)] = field(default_factory=lambda: pkgutil.resolve_name(BENCH_CONFIG)())
 
 
 @COMMANDS.register("bench")
@@ -291,7 +276,7 @@ class BenchOptions:
 class Bench:
     """Measure a recipe's training step and its parts on this machine: stop-mim bench RECIPE [--bench.compare]."""
 
-    run: Annotated[Any, _lazy(partial(_recipes, BenchOptions), name="")]
+    run: Annotated[Any, arg(constructor_factory=lambda: _recipes(BenchOptions), name="")]
 
     def __call__(self) -> None:
         from stop_mim.benchmark.bench import run_bench
@@ -348,24 +333,13 @@ def _run(given: list[str]) -> None:
 
 
 def _check_name(command: str, name: str = "") -> None:
-    """Raise InputError unless a command that needs a name is followed by a known one, or by --help."""
-    if command not in ("pretrain", "bench", "sweep", "resume") or name in HELP:
+    """Raise InputError unless a command that needs the name of a recipe or sweep is followed by one, or by --help."""
+    if command not in NAMED or name in HELP:
         return
-    missing, kind, choices = not name or name.startswith("-"), "recipe", list[str]()
-    if command == "resume":
-        if missing:
-            raise InputError("resume needs a run directory first: stop-mim resume RUN.")
-        return
-    if command == "sweep":
-        from stop_mim.sweeps.grid import SWEEPS
-
-        kind, choices = "sweep", list(SWEEPS)
-    else:
-        from stop_mim.training.recipes import RECIPES
-
-        choices = list(RECIPES)
+    kind, path = NAMED[command]
+    choices = list(pkgutil.resolve_name(path))
     known = f"choose one of {', '.join(choices)}."
-    if missing:
+    if not name or name.startswith("-"):
         raise InputError(f"{command} needs the name of a {kind} first: {known}")
     if name not in choices:
         raise InputError(f"There is no {kind} '{name}': {_nearest(name, choices)}{known}")
@@ -374,12 +348,12 @@ def _check_name(command: str, name: str = "") -> None:
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
     """Return the help of a command, and its defaults where these depend on the arguments."""
     settings: dict[str, Any] = {"description": inspect.cleandoc(COMMANDS[name].__doc__)}
-    if name == "figure" and given[0] == name:
+    if name == given[0] == "figure":
         from stop_mim.analysis.figures import FIGURES
 
         lines = (f"  - {figure}: {(draw.__doc__ or '').strip().splitlines()[0]}" for figure, draw in FIGURES.items())
         settings["description"] += "\n\n" + "\n".join(lines)
-    if name == "resume" and given[0] == name and given[1] not in HELP:
+    if name == given[0] == "resume" and len(given) > 1 and given[1] not in HELP:
         from stop_mim.training.run_folder import RunFolder
 
         settings["default"] = Resume(tyro.MISSING, RunFolder(Path(given[1])).config().speed)

@@ -97,7 +97,7 @@ def test_help_and_mistyped_commands_do_not_wait_for_torch():
         (["pretrain", "demo", "--data", "no/such/folder"], "no/such/folder"),
         (["pretrain", "stop-tiny-imagenet"], "data is not given"),
         (["pretrain", "demo", "--data", "scenes:count=8,size=32"], "optim.batch_size is 16"),
-        (["resume"], "needs a run directory"),
+        (["resume"], "run is not given"),
         (["resume", "no/such/run"], "no/such/run"),
         (["export", "run", "--to", "timm"], "--out is not given"),
         (["report"], "needs a run directory"),
