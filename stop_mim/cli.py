@@ -362,8 +362,8 @@ def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
 
 def _parse(kind: Any, given: Sequence[str], **options: Any) -> tuple[Any, list[str]]:
     """Return what tyro reads from the arguments, and the arguments that it does not know."""
-    hook = contextlib.nullcontext() if tyro_errors is None else tyro_errors.on_parse_error(_refuse)
-    with hook:
+    on_parse_error = getattr(tyro_errors, "on_parse_error", contextlib.nullcontext)
+    with on_parse_error(_refuse):
         return tyro.cli(kind, args=given, return_unknown_args=True, config=(OmitSubcommandPrefixes,), **options)
 
 

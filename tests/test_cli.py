@@ -113,6 +113,15 @@ def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch, arguments, wor
     assert not list(tmp_path.iterdir())
 
 
+def test_tyro_reports_mistakes_itself_where_it_cannot_be_asked(capsys, monkeypatch):
+    monkeypatch.setattr("stop_mim.cli.tyro_errors", None)
+    for option in (["--optim.lr", "fast"], ["--positions.sigma", "-0.5"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["pretrain", "demo", *option])
+        assert ended.value.code == 2
+        assert option[1] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("package", "data", "extra"), [("datasets", "hf:a/b", "hf"), ("braceexpand", "wds:a.tar", "wds")]
 )
