@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from stop_mim.errors import MissingExtra
 from stop_mim.sweeps.plan import Job, SweepConfig
@@ -23,7 +24,7 @@ Ended = tuple[Job, str | None]
 """A run whose processes have ended, and why it failed, if it did."""
 
 
-def launch(jobs: Sequence[Job], config: SweepConfig, out: Path, device: str, stop: Interruption) -> Iterator[Ended]:
+def launch(jobs: Sequence[Job], config: SweepConfig, out: Path, device: str, stop: Interruption) -> Generator[Ended]:
     """Run jobs, and yield each when it ends; after an interruption, running ones save and the others do not start."""
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,7 @@ def places(side_by_side: int, device: str, given: Mapping[str, str] = os.environ
 
 def _launch_local(
     jobs: Sequence[Job], environments: Sequence[Mapping[str, str]], logs: Path, stop: Interruption
-) -> Iterator[Ended]:
+) -> Generator[Ended]:
     free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
     for environment in environments:
         free.put(environment)
@@ -115,13 +116,18 @@ def _launch_local(
 
     with ThreadPoolExecutor(len(environments)) as pool:
         futures = {pool.submit(work, job): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except GeneratorExit:
+            # The pool waits for its threads, and these for their processes.
+            stop.signal_name = "SIGTERM"
+            raise
 
 
 def _launch_submitit(
     jobs: Sequence[Job], parameters: Mapping[str, str], logs: Path, stop: Interruption
-) -> Iterator[Ended]:
+) -> Generator[Ended]:
     try:
         import submitit
     except ImportError as error:
@@ -131,17 +137,23 @@ def _launch_submitit(
         **{name: int(value) if value.isdecimal() else value for name, value in parameters.items()}
     )
     running = {executor.submit(_run_alone, job, PROGRAM, logs): job for job in jobs}
-    cancelled = False
+    try:
+        while running and not stop:
+            for submitted in [one for one in running if one.done()]:
+                yield running.pop(submitted), _failure(submitted, logs)
+            time.sleep(POLL_SECONDS)
+    finally:
+        for submitted in running:
+            submitted.cancel()
     while running:
-        if stop and not cancelled:
-            cancelled = True
-            for submitted in running:
-                submitted.cancel()
         for submitted in [one for one in running if one.done()]:
-            broken = submitted.exception()
-            failed = submitted.result() if broken is None else f"{type(broken).__name__}: see {logs / 'submitit'}."
-            yield running.pop(submitted), None if stop else failed
+            yield running.pop(submitted), None
         time.sleep(POLL_SECONDS)
+
+
+def _failure(submitted: Any, logs: Path) -> str | None:
+    broken = submitted.exception()
+    return submitted.result() if broken is None else f"{type(broken).__name__}: see {logs / 'submitit'}."
 
 
 def _run_alone(job: Job, program: Sequence[str], logs: Path) -> str | None:

@@ -4,6 +4,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,8 +82,9 @@ def _run(jobs: Sequence[Job], plan: Plan, config: SweepConfig, console: Console)
     """Run every job that is due; return the signal that interrupted the sweep, if one did."""
     waiting = due(jobs, plan.out, config.retry_failed)
     _say(console, f"{plan.sweep} at {plan.scale} scale: {len(waiting)} of {len(jobs)} runs to do in {plan.out}.")
-    with catch_interruption() as stop:
-        for number, (job, error) in enumerate(launch(waiting, config, plan.out, plan.base.speed.device, stop), start=1):
+    # Closed where an error ends the loop, so that running processes save and stop.
+    with catch_interruption() as stop, closing(launch(waiting, config, plan.out, plan.base.speed.device, stop)) as runs:
+        for number, (job, error) in enumerate(runs, start=1):
             record(plan.out, job, error)
             end = f"failed: {error}" if error else "finished." if job.finished else "stopped."
             _say(console, f"{number} of {len(waiting)}: {job.name} {end}", "yellow" if error else None)

@@ -112,10 +112,9 @@ def test_an_interrupted_sweep_lets_runs_save_and_continues(stand_in, console, la
     if launch == "submitit":
         pytest.importorskip("submitit")
     Path("order-seed-0").write_text("wait")
-    log = Path("out/logs/noisy-seed-0.txt")
 
     def interrupt():
-        while not (log.exists() and "waiting" in log.read_text()):
+        while not Path("out/noisy/seed-0/waits").exists():
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -129,6 +128,20 @@ def test_an_interrupted_sweep_lets_runs_save_and_continues(stand_in, console, la
     done = run_sweep("mini", mini_config(**config), console=console)
     assert (done.interrupted_by, done.summary.unfinished) == (None, [])
     assert [line.split()[0] for line in stand_in()] == ["evaluate", "pretrain", "resume"]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_an_error_of_the_sweep_lets_runs_save(console, monkeypatch):
+    def full(*arguments):
+        while not Path("out/noisy/seed-0/waits").exists():
+            time.sleep(0.05)
+        raise OSError("full")
+
+    Path("order-seed-0").write_text("wait")
+    monkeypatch.setattr("stop_mim.sweeps.run.record", full)
+    with pytest.raises(OSError, match="full"):
+        run_sweep("mini", mini_config(side_by_side=2), console=console)
+    assert Path("out/noisy/seed-0/saved").exists()
 
 
 def test_what_a_killed_process_left_is_removed(stand_in, console):
