@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +112,27 @@ def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch, arguments, wor
     monkeypatch.chdir(tmp_path)
     assert words in complaint(capsys, *arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_words_and_options_reach_their_commands(monkeypatch, capsys):
+    given = {}
+
+    def note(name):
+        return lambda *arguments: given.update({name: arguments}) or []
+
+    for place in ("analysis.figures.draw_figures", "analysis.report.write_report", "evaluation.evaluate.evaluate"):
+        monkeypatch.setattr(f"stop_mim.{place}", note(place.split(".")[-1]))
+    monkeypatch.setattr("stop_mim.exchange.export.export_encoder", note("export"))
+    main(["figure", "4", "5", "--runs", "a", "b", "--score", "linear/top1"])
+    assert (given["draw_figures"][0], given["draw_figures"][1]) == (("4", "5"), (Path("a"), Path("b")))
+    main(["report", "a", "b", "-o", "page.html"])
+    assert given["write_report"][:2] == ((Path("a"), Path("b")), Path("page.html"))
+    main(["evaluate", "a", "timm:b", "--task", "linear", "knn", "--data", "photos", "--knn.neighbours", "5"])
+    names, config = given["evaluate"]
+    assert (names, config.task, config.data) == (("a", "timm:b"), ("linear", "knn"), "photos")
+    assert config.knn.neighbours == (5,)
+    main(["export", "run", "--to", "timm", "--out", "folder", "--licence", "mit"])
+    assert given["export"] == ("run", "timm", Path("folder"), None, "mit")
 
 
 def test_tyro_reports_mistakes_itself_where_it_cannot_be_asked(capsys, monkeypatch):
