@@ -285,7 +285,7 @@ def test_overlays_are_drawn(tmp_path):
         assert animation.size == (480, 384)
     with PIL.Image.open(folder / "contact_sheet.png") as sheet:
         assert sheet.size == (4 * 320 + 3 * 4, 3 * 256 + 2 * 4)
-    with pytest.raises(InputError, match="video.overlays is True"):
+    with pytest.raises(InputError, match=r"video\.overlays is True"):
         VideoOptions(overlays=True)
 
 

@@ -90,7 +90,7 @@ def test_the_same_evaluation_replaces_the_old_one(tmp_path):
 def test_another_file_is_not_overwritten(tmp_path, text):
     path = tmp_path / "results.json"
     path.write_text(text)
-    with pytest.raises(InputError, match="results.json"):
+    with pytest.raises(InputError, match=r"results\.json"):
         add_results(path, [ONE])
     assert path.read_text() == text
 
