@@ -327,5 +327,5 @@ def test_options_that_cannot_work_are_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"finetune.{field} is"):
         FinetuneOptions(**{field: value})
     if field == "lr":
-        with pytest.raises(InputError, match="finetune_low_shot.lr is"):
+        with pytest.raises(InputError, match=r"finetune_low_shot\.lr is"):
             LowShotFinetuneOptions(lr=value)

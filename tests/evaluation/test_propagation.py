@@ -88,7 +88,7 @@ def first_mask(video):
 
 
 def mean_region(video, masks):
-    return score_videos([video], lambda _: masks, foreground=True).means()["J_mean"]
+    return score_videos([video], lambda _: masks, foreground=True)["J_mean"]
 
 
 def test_a_moving_square_is_followed():
@@ -102,9 +102,9 @@ def test_a_moving_square_is_followed():
 
 def test_objects_that_pass_each_other_keep_their_numbers():
     video = DrawnVideo(steps=((4, 4), (-4, -4)))
-    scores = segment_videos(MeanColour(), [video], config(), CPU).sequences[0].objects
-    assert set(scores) == {1, 2}
-    assert min(object_scores.region.mean for object_scores in scores.values()) > 0.93
+    scores = segment_videos(MeanColour(), [video], config(), CPU)["sequences"]["drawn"]["objects"]
+    assert set(scores) == {"1", "2"}
+    assert min(one["J_mean"] for one in scores.values()) > 0.93
 
 
 def test_sizes_that_are_no_multiples_of_patches():
@@ -196,15 +196,6 @@ def test_chunks_do_not_change_results(window, cosines_at_a_time, monkeypatch):
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
 
 
-def test_a_jump_out_of_the_window_is_lost():
-    """The square, four patches wide, jumps by eight patches a frame: its near edge by five, all of it by eight."""
-    video = DrawnVideo(steps=((0, 32),), frames=3, size=(64, 96))
-    near = propagated(MeanColour(), video, window=4)
-    wide = propagated(MeanColour(), video, window=8)
-    assert mean_region(video, wide) > 0.97
-    assert mean_region(video, near) == 0
-
-
 def test_the_context_is_the_first_frame_and_those_before(monkeypatch):
     """Frames of one hue each, so that their features tell which they are."""
     video = DrawnVideo(frames=12, steps=((0, 0),))
@@ -243,12 +234,6 @@ def test_labels_are_parts_of_patches():
     torch.testing.assert_close(labels, expected)
 
 
-def test_a_thin_object_is_not_lost():
-    mask = torch.zeros(32, 32, dtype=torch.uint8)
-    mask[:, 15] = 1
-    assert (patch_labels(mask, 2, (4, 4))[:, 1] > 0).sum() == 4
-
-
 def test_masks_are_decided_at_the_size_of_the_frame():
     """Half a patch more of one number moves the border by pixels, not by patches."""
     labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.0, 1.0]])
@@ -266,7 +251,7 @@ def test_masks_are_saved_and_score_the_same(tmp_path):
             MeanColour(), videos, config(), CPU, tmp_path, False, foreground, lambda *step: steps.append(step)
         )
         assert scores == score_masks(videos, tmp_path, foreground)
-        assert len(scores.sequences[0].objects) == (1 if foreground else 2)
+        assert len(scores["sequences"]["drawn"]["objects"]) == (1 if foreground else 2)
     assert steps == [(done, 10) for done in range(1, 11)] * 2
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [f"{index:05d}.png" for index in range(10)]
     assert [path.name for path in tmp_path.iterdir()] == ["drawn"]
@@ -356,8 +341,8 @@ def test_real_objects_are_followed_better_than_by_standing_still(real_data, name
     videos = [EveryFourth(whole, 8)]
     torch.manual_seed(0)
     encoder = create_encoder(Dimensions(48, 2, 3), image_size=64, patch_size=8)
-    followed = segment_videos(encoder.eval(), videos, config(short_side=160), CPU).means()
-    copied = score_videos(videos, first_mask).means()
+    followed = segment_videos(encoder.eval(), videos, config(short_side=160), CPU)
+    copied = score_videos(videos, first_mask)
     assert followed["J_mean"] > copied["J_mean"] + 0.1
     assert followed["F_mean"] > copied["F_mean"] + 0.1
 
