@@ -155,7 +155,8 @@ def fit_stacked(trainings: Sequence[TrainingFeatures], penalties: Sequence[Seque
     """Fit sets that are in memory in one search."""
     sets, problems, classes = len(trainings), len(penalties[0]), trainings[0].classes
     k, device = max(len(one.curvatures) for one in trainings), trainings[0].device
-    inputs = pad_sequence([F.pad(one.projected, (0, k - len(one.curvatures))) for one in trainings], batch_first=True)
+    projected = [one.projected for one in trainings if one.projected is not None]
+    inputs = pad_sequence([F.pad(one, (0, k - one.shape[1])) for one in projected], batch_first=True)
     labels = pad_sequence([torch.cat(one.labels) for one in trainings], batch_first=True)
     # Rows of padding have weight zero, and components of padding stay at zero.
     shares = pad_sequence([inputs.new_full((one.count,), 1 / one.count) for one in trainings], batch_first=True)

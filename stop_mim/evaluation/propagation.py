@@ -90,14 +90,13 @@ def propagate_labels(
     context: Sequence[LabelledFrame],
     grid: Grid,
     config: PropagationConfig,
-    cosines_at_a_time: int = COSINES_AT_A_TIME,
 ) -> Float[Tensor, "patches classes"]:
     """Return the labels of a frame: means of the labels of each patch's neighbours, weighted by their affinity."""
     rows, columns = grid
     keys = torch.stack([frame for frame, _ in context]).unflatten(1, grid)  # (frames, rows, columns, D)
     values = torch.stack([labels for _, labels in context]).unflatten(1, grid)
     queries = features.unflatten(0, grid)
-    rows_at_a_time = max(1, cosines_at_a_time // (len(context) * rows * columns**2))
+    rows_at_a_time = max(1, COSINES_AT_A_TIME // (len(context) * rows * columns**2))
     parts = []
     for top in range(0, rows, rows_at_a_time):
         bottom = min(top + rows_at_a_time, rows)

@@ -5,7 +5,6 @@ Every object of a video has the same weight; first and last frame are not scored
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,62 +26,9 @@ Predict = Callable[[Video], Iterable[Mask | None]]
 """Returns the masks of a video, one per frame; those of the first and the last frame may be None."""
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Statistics of an object's values over the frames of a video."""
-
-    mean: float
-    recall: float
-    """Fraction of the frames with more than a half."""
-    decay: float
-    """Mean of the first quarter minus that of the last."""
-
-
-@dataclass(frozen=True)
-class ObjectScores:
-    """J and F of one object of one video."""
-
-    region: Statistics
-    contour: Statistics
-
-    def as_json(self) -> dict[str, float]:
-        """Return the six numbers by their names in DAVIS's tables."""
-        return {
-            f"{letter}_{name}": value
-            for letter, statistics in (("J", self.region), ("F", self.contour))
-            for name, value in vars(statistics).items()
-        }
-
-
-@dataclass(frozen=True)
-class SequenceScores:
-    """J and F of the objects of one video."""
-
-    name: str
-    frames: int
-    """Number of scored frames."""
-    objects: dict[int, ObjectScores]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the means over the objects, and each object by its number."""
-        objects = {str(number): scores.as_json() for number, scores in self.objects.items()}
-        return {**_means(objects.values()), "n": self.frames, "objects": objects}
-
-
-@dataclass(frozen=True)
-class VideoScores:
-    """J and F of the objects of several videos."""
-
-    sequences: tuple[SequenceScores, ...]
-
-    def means(self) -> dict[str, float]:
-        """Return J&F and the six statistics, each the mean over all objects of all videos."""
-        means = _means(scores.as_json() for sequence in self.sequences for scores in sequence.objects.values())
-        return {"J&F": (means["J_mean"] + means["F_mean"]) / 2, **means}
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the means over all objects, and every sequence with its objects."""
-        return {**self.means(), "sequences": {sequence.name: sequence.as_json() for sequence in self.sequences}}
+VideoScores = dict[str, Any]
+"""Means over all objects ("J&F", "J_mean", …, "F_decay"), and "sequences": the same for each, its "n" scored frames and
+its "objects"."""
 
 
 def region_similarity(predicted: BinaryMask, truth: BinaryMask) -> float:
@@ -123,27 +69,24 @@ def _fraction_near(points: np.ndarray, others: np.ndarray, distance: int) -> flo
     return np.count_nonzero(nearest <= distance) / len(points)
 
 
-def statistics(values: Float64[np.ndarray, " frames"]) -> Statistics:
-    """Return mean, recall and decay; a frame without a value (NaN) is left out of means, and lowers recall.
+def statistics(values: Float64[np.ndarray, " frames"]) -> dict[str, float]:
+    """Return mean, recall (frames above a half) and decay (the first quarter's mean minus the last one's).
 
-    The edges of the quarters are rounded half up, and a frame on an edge belongs to both of its quarters.
+    A frame without a value (NaN) is left out of means, and lowers recall. The edges of the quarters are rounded half up,
+    and a frame on an edge belongs to both of its quarters.
     """
     last = len(values) - 1
     first_quarter, last_quarter = values[: (last + 2) // 4 + 1], values[(3 * last + 2) // 4 :]
     recall = np.count_nonzero(values > 0.5) / len(values)
-    return Statistics(_mean(values), recall, _mean(first_quarter) - _mean(last_quarter))
+    return {"mean": _mean(values), "recall": recall, "decay": _mean(first_quarter) - _mean(last_quarter)}
 
 
 def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
 
 
-def _means(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    columns: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in columns.items()}
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
 
 
 def score_videos(
@@ -154,7 +97,7 @@ def score_videos(
         raise InputError("There is no video to score: give at least one.")
     for video in videos:
         _require_truth(video)
-    total, done, sequences = sum(map(len, videos)), 0, []
+    total, done, sequences = sum(map(len, videos)), 0, {}
     for video in videos:
         frames = []
         for index, prediction in zip(range(len(video)), predict(video), strict=True):
@@ -163,8 +106,9 @@ def score_videos(
             done += 1
             if progress is not None:
                 progress(done, total)
-        sequences.append(_summarise(video.name, np.array(frames)))
-    return VideoScores(tuple(sequences))
+        sequences[video.name] = _summarise(np.array(frames))
+    means = _means([one for sequence in sequences.values() for one in sequence["objects"].values()])
+    return {"J&F": (means["J_mean"] + means["F_mean"]) / 2, **means, "sequences": sequences}
 
 
 def score_masks(
@@ -228,12 +172,16 @@ def _score_frame(
     return np.array([(region_similarity(*pair), contour_accuracy(*pair)) for pair in pairs])
 
 
-def _summarise(name: str, values: Float64[np.ndarray, "frames objects 2"]) -> SequenceScores:
+def _summarise(values: Float64[np.ndarray, "frames objects 2"]) -> dict[str, Any]:
     objects = {
-        number: ObjectScores(statistics(scores[:, 0]), statistics(scores[:, 1]))
+        str(number): {
+            f"{letter}_{name}": value
+            for place, letter in enumerate("JF")
+            for name, value in statistics(scores[:, place]).items()
+        }
         for number, scores in enumerate(values.swapaxes(0, 1), start=1)
     }
-    return SequenceScores(name, len(values), objects)
+    return {**_means([*objects.values()]), "n": len(values), "objects": objects}
 
 
 def _some(names: list[str]) -> str:

@@ -1,8 +1,8 @@
 """Linear probe: logistic regression on frozen features, with every choice made on held-out training images."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -11,7 +11,7 @@ from torch import Tensor
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
 from stop_mim.evaluation.features import Chunks, LabelledFeatures
 from stop_mim.evaluation.logistic import STEPS, FitProgress, TrainingFeatures, choose_penalty, top_accuracy
-from stop_mim.evaluation.results import Score, accuracy
+from stop_mim.evaluation.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
 
 
@@ -34,7 +34,7 @@ class Linear(FeatureTask):
     """The linear probe of every labelling."""
 
     help = "fast linear probe, L2-regularised logistic regression on cached features"
-    Options = LinearOptions
+    Options: ClassVar[type | None] = LinearOptions
     options: LinearOptions
 
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
@@ -72,7 +72,7 @@ def linear_probe(
         standardise: with standardisation (batch_norm), without, or both.
     """
     variants = [(layers, scaled) for layers in train for scaled in standardise]
-    best_held_out, best = -1.0, (0.0, [])
+    best_held_out, best = -1.0, list[Score]()
     for number, (layers, scaled) in enumerate(variants):
         searches = 2 * number
 
@@ -82,29 +82,20 @@ def linear_probe(
 
         chosen = choose_penalty(train[layers], train_labels, classes, device, scaled, seed, tick)
         searches += 1
-        training = TrainingFeatures(train[layers], train_labels, classes, device, scaled)
-        (probe,) = training.fit([chosen.penalty], tick)
+        (probe,) = TrainingFeatures(train[layers], train_labels, classes, device, scaled).fit([chosen.penalty], tick)
         logits = torch.cat([probe.logits(chunk.to(device)) for chunk in test[layers]])
-        tops = [(k, 100 * top_accuracy(logits, test_labels.to(device), k)) for k in (1, 5) if k < classes]
-        found = chosen.penalty, tops
-        yield from _scores(chosen.held_out, *found, len(test_labels), layers, {"batch_norm": scaled})
+        variant: dict[str, Scalar] = {"batch_norm": scaled}
+        scores = [
+            accuracy(k, 100 * top_accuracy(logits, test_labels.to(device), k), len(logits), layers, variant, k == 1)
+            for k in (1, 5)
+            if k < classes
+        ]
+        scores.append(Score("penalty", chosen.penalty, layers, variant, unit=""))
+        scores.append(Score("held_out_top1", 100 * chosen.held_out, layers, variant))
+        yield from scores
         if chosen.held_out > best_held_out:
-            best_held_out, best = chosen.held_out, found
+            best_held_out, best = chosen.held_out, scores
     if progress is not None:
         progress(2 * len(variants) * STEPS, 2 * len(variants) * STEPS)
-    yield from _scores(best_held_out, *best, len(test_labels))
-
-
-def _scores(
-    held_out: float,
-    penalty: float,
-    tops: Sequence[tuple[int, float]],
-    images: int,
-    layers: int | None = None,
-    variant: dict[str, bool] | None = None,
-) -> Iterator[Score]:
-    about = {**(variant or {})}
-    for k, percent in tops:
-        yield accuracy(k, percent, images, layers, about, headline=k == 1 or layers is None)
-    yield Score("penalty", penalty, layers, about, unit="")
-    yield Score("held_out_top1", 100 * held_out, layers, about)
+    for score in best:
+        yield replace(score, layers=None, variant={}, headline=score.low is not None)

@@ -51,9 +51,10 @@ class VideoSegmentation(Task):
         """Yield means over all objects; the details have every sequence."""
         if self.subject.ranks.is_main:
             scores = self._scores()
-            self.details.update(scores.as_json())
-            for metric, value in scores.means().items():
-                yield Score(metric, 100 * value, headline=True)
+            self.details.update(scores)
+            for metric, value in scores.items():
+                if metric != "sequences":
+                    yield Score(metric, 100 * value, headline=True)
 
     def _scores(self) -> VideoScores:
         videos, subject, foreground = self.data.videos, self.subject, self.config.foreground
