@@ -1,10 +1,10 @@
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format types demo ci
+.PHONY: help install test lint format types docs demo ci
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-install: ## Install the package with everything for development, and the pre-commit hooks
+install: ## Install the package for development, with the pre-commit hooks
 	pip install -e '.[dev]' && pre-commit install
 
 test: ## Run the tests
@@ -13,13 +13,16 @@ test: ## Run the tests
 lint: ## Check style
 	ruff format --check . && ruff check .
 
-format: ## Mend style
+format: ## Fix style
 	ruff format . && ruff check --fix .
 
 types: ## Check types
 	mypy
 
-demo: ## Train and probe a small model on the embedded scenes
+docs: ## Build the documentation into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+demo: ## Train and probe a small model on synthetic scenes
 	stop-mim demo
 
 ci: ## Run what CI runs, in a fresh environment
