@@ -147,7 +147,9 @@
     draw(fill, { picture = null, opacity = 1, marks = [], hint = "" } = {}) {
       const [context, cell] = [this.canvas.getContext("2d"), this.cell];
       context.globalAlpha = 1;
+      context.filter = opacity < 1 ? "grayscale(1)" : "none";
       if (picture) context.drawImage(picture, 0, 0, this.canvas.width, this.canvas.height);
+      context.filter = "none";
       context.globalAlpha = opacity;
       for (let patch = 0; patch < PATCHES; patch++) {
         const style = fill(patch);
