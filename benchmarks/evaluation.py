@@ -1,4 +1,4 @@
-"""How fast evaluations are, and how far they are from scikit-learn on the same features.
+"""Speed of evaluations, and their agreement with scikit-learn on the same features.
 
 python benchmarks/evaluation.py speed
 python benchmarks/evaluation.py agreement RUN DATA
@@ -20,16 +20,17 @@ from sklearn.preprocessing import StandardScaler
 from stop_mim import create_encoder, load_encoder
 from stop_mim.data.augment import normalise
 from stop_mim.data.image_source import ImageSource
-from stop_mim.evaluation.features import View, centre_view, extract_features, features_folder
-from stop_mim.evaluation.knn import knn
-from stop_mim.evaluation.linear import choose_penalty, fit_linear_probe, linear_probe
-from stop_mim.evaluation.protocols import fitted, guess_protocol
-from stop_mim.evaluation.task_data import open_task_data
+from stop_mim.evaluation.data import open_task_data
+from stop_mim.evaluation.features import View, centre_view, encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.logistic import TrainingFeatures, choose_penalty
+from stop_mim.evaluation.protocols import choose_protocol
+from stop_mim.evaluation.tasks.knn import knn
+from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.training.distributed import Ranks, choose_device
 
 
 class Noise(ImageSource):
-    """Images that cost nothing to read: drawn once, and shown again and again."""
+    """Images of noise that cost nothing to read: drawn once, and repeated."""
 
     def __init__(self, count, size, stacked=True, drawn=2048):
         super().__init__(f"noise:{count}")
@@ -77,21 +78,25 @@ def clusters(count, dim, classes, device):
     return 0.15 * centres[labels] + torch.randn(count, dim, device=device, generator=generator), labels
 
 
+def by_name(scores):
+    return {score.name: score.value for score in scores}
+
+
 def probe_speed(device, scale):
     count, test = int(50_000 * scale), int(10_000 * scale)
     features, labels = clusters(count + test, 384, 100, device)
-    sets = ({"last1": [features[:count]]}, labels[:count], {"last1": [features[count:]]}, labels[count:])
-    seconds, scores = timed(device, lambda: dict(linear_probe(*sets, 100, device)))
-    return {"linear probe, seconds": seconds, "images": count, "features": 384, "top1": scores["linear/top1"]}
+    sets = ({1: [features[:count]]}, labels[:count], {1: [features[count:]]}, labels[count:])
+    seconds, scores = timed(device, lambda: by_name(linear_probe(*sets, 100, device)))
+    return {"linear probe, seconds": seconds, "images": count, "features": 384, "top1": scores["top1"]}
 
 
 def knn_speed(device, scale):
     count, queries = int(1_000_000 * scale), int(10_000 * scale)
     features, labels = clusters(count + queries, 768, 1000, device)
     sets = ([features[:count]], labels[:count], [features[count:]], labels[count:])
-    seconds, scores = timed(device, lambda: dict(knn(*sets, 1000, device)))
-    # With centred features beside the plain ones everything is done twice.
-    return {"kNN, seconds": seconds / 2, "keys": count, "queries": queries, "top1@20": scores["knn/top1@20"]}
+    seconds, scores = timed(device, lambda: by_name(knn(*sets, 1000, device, (10, 20, 100, 200))))
+    # Centred features double the work.
+    return {"kNN, seconds": seconds / 2, "keys": count, "queries": queries, "20-NN": scores["neighbours=20/top1"]}
 
 
 def extraction_speed(device, scale, repeats=3):
@@ -118,14 +123,14 @@ def extraction_speed(device, scale, repeats=3):
         ratios.append(bare_seconds / seconds)
         rates.append(count / seconds)
     return {
-        "extraction, part of the bare forward's speed": sorted(ratios)[repeats // 2],
+        "extraction, fraction of the bare forward's speed": sorted(ratios)[repeats // 2],
         "images/s": max(rates),
         "images": count,
     }
 
 
 def memory(device, scale):
-    """How much memory grows while four times as many images are extracted."""
+    """Memory of the process with four times as many images."""
     encoder = create_encoder("tiny", 32, 16).to(device).eval()
     peaks = []
     for count in (int(65_536 * scale), int(262_144 * scale)):
@@ -151,18 +156,18 @@ def agreement(options):
     device = choose_device(options.device)
     encoder = load_encoder(options.encoder).to(device)
     (data,) = open_task_data(options.data)
-    protocol = fitted(guess_protocol(data.train.source), data.train.source, encoder.image_size)
+    protocol = choose_protocol("auto", data.train.source, data.label, encoder.image_size)
     parts = []
     for labelled in (data.train, data.test):
         view = centre_view(protocol.test_view, encoder.image_size)
-        folder = features_folder(encoder, labelled.source, view, 1, device)
+        folder = features_folder(encoder_fingerprint(encoder), labelled.source, view, 1, device)
         features = extract_features(encoder, labelled.source, view, 1, Ranks(0, 1, 1, device), folder)
         chosen = torch.isin(features.indices, torch.from_numpy(labelled.indices)).nonzero()[:, 0][: options.most]
         labels = torch.from_numpy(labelled.labels)[features.indices[chosen]]
         parts += [features.rows(chosen).to(device), labels.to(device)]
     train, train_labels, test, test_labels = parts
     penalty = choose_penalty([train], train_labels, data.classes, device).penalty
-    ours, probe = timed(device, lambda: fit_linear_probe(train, train_labels, penalty, data.classes))
+    ours, probe = timed(device, lambda: TrainingFeatures([train], train_labels, data.classes, device).fit([penalty])[0])
     print(json.dumps({"linear, ours": 100 * probe.accuracy(test, test_labels), "seconds": ours}), flush=True)
     arrays = [part.cpu().numpy() for part in parts]
     scaler = StandardScaler().fit(arrays[0])
@@ -177,19 +182,19 @@ def agreement(options):
         "scikit-learn's": time.perf_counter() - start,
     }
     print(json.dumps(linear), flush=True)
-    found = dict(knn([train], train_labels, [test], test_labels, data.classes, device, (20,)))
+    found = by_name(knn([train], train_labels, [test], test_labels, data.classes, device, (20,)))
     neighbours = KNeighborsClassifier(
         20, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
     ).fit(arrays[0], arrays[1])
     theirs = 100 * neighbours.score(arrays[2], arrays[3])
-    print(json.dumps({"20-NN, ours": found["knn/top1@20"], "scikit-learn": theirs}), flush=True)
+    print(json.dumps({"20-NN, ours": found["neighbours=20/top1"], "scikit-learn": theirs}), flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     timing = commands.add_parser("speed")
-    timing.add_argument("--scale", type=float, default=1.0, help="part of the full sizes")
+    timing.add_argument("--scale", type=float, default=1.0, help="fraction of the full sizes")
     timing.add_argument("--measure", nargs="+", choices=SPEEDS, default=list(SPEEDS))
     timing.set_defaults(run=speed)
     comparing = commands.add_parser("agreement")

@@ -11,15 +11,16 @@ import numpy as np
 import torch
 
 from stop_mim import load_encoder
+from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.image_lists import draw_per_class
 from stop_mim.data.labelled import EpochOrder, LabelledSet
-from stop_mim.evaluation.accuracy import top_accuracy
-from stop_mim.evaluation.features import View, extract_features, features_folder
-from stop_mim.evaluation.labelled_training import StateFile
-from stop_mim.evaluation.linear import linear_probe
-from stop_mim.evaluation.linear_sgd import LinearRun, config_for
-from stop_mim.evaluation.protocols import find_protocol
-from stop_mim.evaluation.task_data import open_task_data
+from stop_mim.evaluation.data import open_task_data
+from stop_mim.evaluation.features import View, encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.labelled_training import Conditions
+from stop_mim.evaluation.logistic import top_accuracy
+from stop_mim.evaluation.protocols import PROTOCOLS
+from stop_mim.evaluation.tasks.linear import linear_probe
+from stop_mim.evaluation.tasks.linear_sgd import LinearTraining
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 
@@ -40,13 +41,13 @@ class StoredBatches:
             yield self.features[rows], self.labels[rows]
 
 
-class StoredRun(LinearRun):
+class StoredTraining(LinearTraining):
     """Heads that learn from stored features of whole images."""
 
     stored: torch.Tensor
 
     def batches(self):
-        order = EpochOrder(len(self.used), self.config.batch_size, self.config.seed)
+        order = EpochOrder(len(self.used), self.batch_size, self.seed)
         return StoredBatches(self.stored[self.used.indices], torch.from_numpy(self.used.classes), order)
 
     def features(self, images):
@@ -58,12 +59,14 @@ class StoredRun(LinearRun):
         return [100 * top_accuracy(logits, labels, 1) for logits in self.heads.logits(features).nan_to_num()]
 
 
-def configs(epochs, seed):
-    generic = config_for(find_protocol("generic"), epochs, seed=seed)
+def protocols(epochs):
+    generic, imagenet = (PROTOCOLS[name] for name in ("generic", "imagenet"))
+    if epochs is not None:
+        generic, imagenet = generic.shortened(epochs), imagenet.shortened(epochs)
     plain = replace(generic, preconditioned=False, weight_decay=5e-4)
     return {
         "generic": generic,
-        "plain, 0.01 alone, milestones": config_for(find_protocol("imagenet"), epochs, seed=seed),
+        "plain, 0.01 alone, milestones": imagenet,
         f"plain, {len(PLAIN_LRS)} rates, cosine": replace(plain, lrs=PLAIN_LRS),
     }
 
@@ -72,25 +75,28 @@ def compare(encoder, data, stored, images_a_class, arguments, ranks):
     chosen = np.sort(draw_per_class(data.train.classes, images_a_class, arguments.seed, 0))
     train = LabelledSet(data.train.source, data.train.labels, data.train.indices[chosen])
     test_labels = torch.from_numpy(data.test.classes)
-    kinds = {f"last{layers}": layers * encoder.dim for layers in (1, 4)}
+    widths = {layers: layers * encoder.dim for layers in (1, 4)}
     own = stored[0][train.indices]
-    parts = [{name: [part[:, -width:]] for name, width in kinds.items()} for part in (own, stored[1])]
+    parts = [{layers: [part[:, -width:]] for layers, width in widths.items()} for part in (own, stored[1])]
     start, labels = time.perf_counter(), torch.from_numpy(train.classes)
-    fast = dict(linear_probe(parts[0], labels, parts[1], test_labels, data.classes, ranks.device, seed=arguments.seed))
-    print(f"{len(train)} images, fast: {fast['linear/top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
-    print({name: round(value, 2) for name, value in fast.items() if name.endswith("/top1")}, flush=True)
-    for name, config in configs(arguments.epochs, arguments.seed).items():
-        run = StoredRun(encoder, train, config, ranks, SpeedConfig())
+    sets = (parts[0], labels, parts[1], test_labels)
+    fast = [*linear_probe(*sets, data.classes, ranks.device, seed=arguments.seed)]
+    fast = {score.name: score.value for score in fast if score.metric == "top1"}
+    print(f"{len(train)} images, fast: {fast['top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
+    print({name: round(value, 2) for name, value in fast.items()}, flush=True)
+    conditions = Conditions("resize_flip", "resize", AugmentConfig(), arguments.seed, ranks, SpeedConfig())
+    for name, protocol in protocols(arguments.epochs).items():
+        run = StoredTraining(encoder, train, protocol, 256, conditions)
         run.stored, start = stored[0], time.perf_counter()
-        run.train(StateFile(None, {}, ranks), None)
+        run.train()
         held_out = run.scores(stored[0][run.held_out.indices], torch.from_numpy(run.held_out.classes))
         tested, best = run.scores(stored[1], test_labels), int(np.argmax(held_out))
         print(
-            f"{len(train)} images, {name}, {config.epochs} epochs: {run.heads.heads[best].name(True)} {tested[best]:.2f} "
+            f"{len(train)} images, {name}, {protocol.epochs} epochs: {run.heads.heads[best]} {tested[best]:.2f} "
             f"({time.perf_counter() - start:.0f} s)"
         )
         for head, score in zip(run.heads.heads, tested, strict=True):
-            print(f"    {head.name(True)} {score:.2f}", flush=True)
+            print(f"    {head} {score:.2f}", flush=True)
 
 
 def main():
@@ -110,7 +116,7 @@ def main():
         encoder.image_size = (arguments.image_size, arguments.image_size)
     view, stored = View(encoder.image_size), []
     for part in (data.train, data.test):
-        folder = features_folder(encoder, part.source, view, 4, ranks.device)
+        folder = features_folder(encoder_fingerprint(encoder), part.source, view, 4, ranks.device)
         features = extract_features(encoder, part.source, view, 4, ranks, folder)
         assert len(features) == len(part.source), "this needs images that can all be read"
         stored.append(features.on(ranks.device))

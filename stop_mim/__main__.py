@@ -1,4 +1,4 @@
-"""`python -m stop_mim`, which is also what torchrun starts."""
+"""`python -m stop_mim`, which is also what torchrun and sweeps start."""
 
 from stop_mim.cli import main
 

@@ -1,376 +1,419 @@
-"""The command line: commands, recipes and fields; every mistake of a user is one sentence and exit code 2."""
+"""The command line. A command is a dataclass: tyro reads its fields from the arguments, and calling it runs the command.
+
+Modules that import torch are imported inside functions, so that help and mistyped commands answer at once.
+"""
 
 import contextlib
+import dataclasses
 import difflib
-import io
-import itertools
+import functools
+import inspect
+import operator
 import os
-import re
+import pkgutil
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, arg, subcommand
 
 import stop_mim
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
+from stop_mim.registry import Registry, load_plugins
 
-# What a command needs of the package is imported when it runs, so that --help need not wait for torch.
 if TYPE_CHECKING:
-    from stop_mim.training.pretrain import TrainResult
+    from stop_mim.training.loop import TrainResult
 
-Options = TypeVar("Options")
+try:
+    # Not public yet. Without it, tyro prints its own message and exits with the same code.
+    from tyro import _errors as tyro_errors
+except ImportError:
+    tyro_errors = None  # type: ignore[assignment]
+
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
+# Fields of commands whose own fields are options without a prefix.
+UNPREFIXED = ("run", "config")
+
+COMMANDS: Registry[Any] = Registry("command")
 
 
-@dataclass(frozen=True)
-class DemoOptions:
-    """Train a small StoP model on the embedded scenes; compare it with an untrained one and with pixels."""
-
-    out: str = "stop-mim-demo"
-    """Folder of the run; if it is there already, a number is added."""
-    seed: int = 0
-    """Seed of the run."""
+def _imported(path: str, **options: Any) -> Any:
+    """Annotate a field whose type is imported when its command is parsed; name="" leaves out the prefix of its options."""
+    return arg(constructor_factory=lambda: pkgutil.resolve_name(path), **options)
 
 
-def demo(arguments: list[str]) -> None:
-    """Train a small model on the embedded scenes and see what it learned: three minutes, no data, no GPU."""
-    options = parse(DemoOptions(), arguments, "stop-mim demo")
-    from stop_mim.demo import run_demo
-    from stop_mim.training.recipes import find_recipe
-
-    run_demo(replace(find_recipe("demo"), out=options.out, seed=options.seed))
-
-
-def pretrain(arguments: list[str]) -> None:
-    """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]."""
-    from stop_mim.training.config import TrainConfig
-    from stop_mim.training.pretrain import train
-    from stop_mim.training.recipes import find_recipe
-
-    if not _names_recipe("pretrain", "--data NAME [--init FILE]", arguments):
-        return
-
-    @dataclass(frozen=True)
-    class PretrainOptions(TrainConfig):
-        """A pretraining run."""
-
-        init: str | None = None
-        """Weights to begin with: a run, a checkpoint or a .pth.tar of a release (all of them), or an encoder by any name."""
-
-    name, names = arguments[0], [field.name for field in fields(TrainConfig)]
-    defaults = find_recipe(name)
-    chosen = parse(
-        PretrainOptions(**{field: getattr(defaults, field) for field in names}),
-        arguments[1:],
-        f"stop-mim pretrain {name}",
-    )
-    more: dict[str, Any] = {}
-    if chosen.init is not None:
-        from stop_mim.exchange.initial_weights import initialise
-
-        more["initialise"] = partial(initialise, name=chosen.init)
-    _tell_end(train(TrainConfig(**{field: getattr(chosen, field) for field in names}), recipe=name, **more))
-
-
-def resume(arguments: list[str]) -> None:
-    """Continue a run as if it had never stopped: stop-mim resume RUN."""
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in HELP):
-        raise InputError("resume needs the folder of a run first: stop-mim resume RUN.")
-    from stop_mim.training.config import SpeedConfig
-    from stop_mim.training.pretrain import resume as resume_run
-    from stop_mim.training.run_folder import RunFolder
-
-    asked_for_help = arguments[0] in HELP
-    speed = SpeedConfig() if asked_for_help else RunFolder(Path(arguments[0])).config().speed
-
-    @dataclass(frozen=True)
-    class ResumeOptions:
-        """Continue a run from its newest checkpoint; what changes results is the run's own and cannot be changed."""
-
-        speed: SpeedConfig
-        """Where and how fast it goes on."""
-        checkpoint: Path | None = None
-        """Checkpoint to continue from, instead of the newest one."""
-        stop_after_steps: int | None = None
-        """Stop (and save) when so many steps of the whole run are done."""
-
-    options = parse(ResumeOptions(speed), arguments[not asked_for_help :], "stop-mim resume RUN")
-    _tell_end(resume_run(arguments[0], options.checkpoint, options.speed, options.stop_after_steps))
-
-
-def evaluate(arguments: list[str]) -> None:
-    """Score encoders: stop-mim evaluate ENCODER [ENCODER …] --task TASK --data NAME."""
-    from stop_mim.evaluation.config import EvaluateConfig
-
-    names = _leading_words(arguments)
-    config = parse(EvaluateConfig(), arguments[len(names) :], "stop-mim evaluate ENCODER …")
-    from stop_mim.evaluation.evaluate import evaluate as evaluate_encoders
-
-    evaluate_encoders(names, config)
-
-
-def export(arguments: list[str]) -> None:
-    """Hand an encoder to others: stop-mim export RUN --to timm|hf|onnx|export --out FOLDER [--push OWNER/NAME]."""
-
-    @dataclass(frozen=True)
-    class ExportOptions:
-        """Write the encoder of a run, of a release or of any other name as a new folder, with a model card."""
-
-        to: Literal["timm", "hf", "onnx", "export"] | None = None
-        """timm: safetensors for timm; hf: an IJepaModel for transformers; onnx: ONNX; export: a program of torch.export."""
-        out: Path | None = None
-        """Folder to write, which must not be there yet."""
-        push: str | None = None
-        """Push the folder to this OWNER/NAME of the Hugging Face hub too; a new repository is private."""
-        licence: str | None = None
-        """Licence of the weights for the model card, such as apache-2.0."""
-
-    asked_for_help = any(argument in HELP for argument in arguments)
-    if not asked_for_help and (not arguments or arguments[0].startswith("-")):
-        raise InputError("export needs an encoder first: stop-mim export RUN --to timm|hf|onnx|export --out FOLDER.")
-    options = parse(ExportOptions(), arguments if asked_for_help else arguments[1:], "stop-mim export RUN")
-    if options.to is None or options.out is None:
-        raise InputError(
-            f"{'to' if options.to is None else 'out'} is not given: 'stop-mim export --help' shows what it is."
-        )
-    from stop_mim.exchange.export import export_encoder
-
-    export_encoder(arguments[0], options.to, options.out, options.push, options.licence)
-    _print(f"Written: {options.out}{f', and pushed to {options.push}' if options.push else ''}.")
-
-
-def sweep(arguments: list[str]) -> None:
-    """Compare variants over seeds, as the paper's ablations do: stop-mim sweep NAME [--scale SCALE] [--dry-run]."""
-    from stop_mim.sweeps.config import SweepConfig
-    from stop_mim.sweeps.grid import SWEEPS
-
-    if arguments and arguments[0] in HELP:
-        _print_table("stop-mim sweep NAME [options]", "sweep", {name: grid.summary for name, grid in SWEEPS.items()})
-        _print("stop-mim sweep NAME --help shows every option.")
-        return
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"sweep needs the name of a sweep first: choose one of {', '.join(SWEEPS)}.")
-    config = parse(SweepConfig(), arguments[1:], f"stop-mim sweep {arguments[0]}")
-    from stop_mim.sweeps.runner import run_sweep
-
-    result = run_sweep(arguments[0], config)
-    if result.interrupted_by:
-        sys.exit(_exit_code(result.interrupted_by))
-    if result.failed and not config.dry_run:
-        sys.exit(EXIT_FAILURE)
-
-
-def figure(arguments: list[str]) -> None:
-    """Draw the paper's figures from runs: stop-mim figure 1|3|4|5|6|covariance|theory|all --runs RUN [RUN …]."""
-
-    @dataclass(frozen=True)
-    class FigureOptions:
-        """Draw figures as PDF and PNG, from the folders of runs alone."""
-
-        runs: tuple[Path, ...] = ()
-        """Folders of runs; several seeds of the same settings are averaged."""
-        out: Path = Path("figures")
-        """Folder of the figures."""
-        score: str | None = None
-        """The accuracy of figures 1, 3 and 4, such as distance/linear/top1; not given: the nearest to the paper's protocol."""
-
-    names = _leading_words(arguments)
-    options = parse(FigureOptions(), arguments[len(names) :], "stop-mim figure NAME")
-    if not names:
-        raise InputError("figure needs the name of a figure first: 1, 3, 4, 5, 6, covariance, theory or all.")
-    from stop_mim.analysis.figures import draw_figures
-
-    for path in draw_figures(names, options.runs, options.out, _print, options.score):
-        _print(f"Written: {path}")
-
-
-def report(arguments: list[str]) -> None:
-    """Write a page to look at, one file that opens anywhere: stop-mim report RUN [RUN …] -o report.html."""
-
-    @dataclass(frozen=True)
-    class ReportOptions:
-        """Write one self-contained HTML file about runs, finished or not; several runs are compared."""
-
-        out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html")
-        """File to write."""
-        images: tuple[Path, ...] = ()
-        """Images to look at with the runs' encoders, at most sixteen; not given: some of the first run's data."""
-
-    names = _leading_words(arguments)
-    options = parse(ReportOptions(), arguments[len(names) :], "stop-mim report RUN …")
-    if not names:
-        raise InputError("report needs the folder of a run first: stop-mim report RUN [RUN …] -o report.html.")
-    from stop_mim.analysis.report import write_report
-
-    write_report([Path(name) for name in names], options.out, options.images or None, Console())
-
-
-def bench(arguments: list[str]) -> None:
-    """Measure a recipe's training step and its parts on this machine: stop-mim bench RECIPE [--bench.compare]."""
-    from stop_mim.benchmark.config import BenchConfig
-    from stop_mim.training.config import TrainConfig
-    from stop_mim.training.recipes import find_recipe
-
-    if not _names_recipe("bench", "[--bench.compare] [--bench.scaling]", arguments):
-        return
-
-    @dataclass(frozen=True)
-    class BenchOptions(TrainConfig):
-        """A pretraining run whose step is measured; nothing is trained, and no run is written."""
-
-        bench: BenchConfig = field(default_factory=BenchConfig)
-
-    name, names = arguments[0], [one.name for one in fields(TrainConfig)]
-    defaults = find_recipe(name)
-    chosen = parse(
-        BenchOptions(**{one: getattr(defaults, one) for one in names}), arguments[1:], f"stop-mim bench {name}"
-    )
-    images = chosen.bench.images
-    if images == "auto":
-        images = "data" if chosen.data != defaults.data else "synthetic"
-    from stop_mim.benchmark.bench import run_bench
-
-    config = TrainConfig(**{one: getattr(chosen, one) for one in names})
-    run_bench(config, replace(chosen.bench, images=images), name)
-
-
-def _names_recipe(command: str, options: str, arguments: list[str]) -> bool:
-    """Whether a recipe comes first, or else only help was asked for, which is given here."""
-    from stop_mim.training.recipes import RECIPES, summary
-
-    if arguments and arguments[0] in HELP:
-        title = f"stop-mim {command} RECIPE {options} [--GROUP.FIELD VALUE …]"
-        _print_table(title, "recipe", {name: summary(name) for name in RECIPES})
-        _print(f"stop-mim {command} RECIPE --help shows every field with its value in that recipe.")
-        return False
-    if not arguments or arguments[0].startswith("-"):
-        raise InputError(f"{command} needs the name of a recipe first: choose one of {', '.join(RECIPES)}.")
-    return True
-
-
-def _leading_words(arguments: list[str]) -> list[str]:
-    return list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
-
-
-COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    "demo": demo,
-    "pretrain": pretrain,
-    "resume": resume,
-    "evaluate": evaluate,
-    "sweep": sweep,
-    "figure": figure,
-    "report": report,
-    "export": export,
-    "bench": bench,
+TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
+EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
+SWEEP_CONFIG = "stop_mim.sweeps.plan:SweepConfig"
+BENCH_CONFIG = "stop_mim.benchmark.config:BenchConfig"
+# What the first argument of a command names, and where its choices are.
+NAMED = {
+    "pretrain": ("recipe", "stop_mim.training.recipes:RECIPES"),
+    "bench": ("recipe", "stop_mim.training.recipes:RECIPES"),
+    "sweep": ("sweep", "stop_mim.sweeps.grid:SWEEPS"),
 }
 
 
+def _one_of(options: dict[str, tuple[Any, str]]) -> Any:
+    """Return subcommands by name, each with its default and its line of help."""
+    kinds = [
+        Annotated[type(default), subcommand(name, default=default, description=text)]
+        for name, (default, text) in options.items()
+    ]
+    return functools.reduce(operator.or_, kinds)
+
+
+def _recipes(kind: Callable[..., Any]) -> Any:
+    """Return a subcommand for each recipe, with the recipe's values as defaults."""
+    from stop_mim.training.recipes import RECIPES, find_recipe, summary
+
+    return _one_of({name: (kind(name, find_recipe(name)), summary(name)) for name in RECIPES})
+
+
+def _sweeps() -> Any:
+    """Return a subcommand for each sweep."""
+    from stop_mim.sweeps.grid import SWEEPS, summary
+
+    return _one_of({name: (SweepOptions(name, pkgutil.resolve_name(SWEEP_CONFIG)()), summary(name)) for name in SWEEPS})
+
+
+@COMMANDS.register("demo")
+@dataclass(frozen=True)
+class Demo:
+    """Train a small model on embedded scenes and compare it with an untrained one: three minutes, no data, no GPU."""
+
+    out: Path = Path("stop-mim-demo")
+    """Run directory; a number is added if it exists."""
+    seed: int = 0
+    """Seed of the run."""
+
+    def __call__(self) -> None:
+        from stop_mim.demo import run_demo
+        from stop_mim.training.recipes import find_recipe
+
+        run_demo(dataclasses.replace(find_recipe("demo"), out=str(self.out), seed=self.seed))
+
+
+@dataclass(frozen=True)
+class PretrainOptions:
+    """A recipe with the options of the command line."""
+
+    recipe: Suppress[str]
+    config: Annotated[Any, _imported(TRAIN_CONFIG, name="")]
+    init: str | None = None
+    """Initial weights: a run, a checkpoint or a .pth.tar of a release (all weights), or any encoder's name."""
+
+
+@COMMANDS.register("pretrain")
+@dataclass(frozen=True)
+class Pretrain:
+    """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]."""
+
+    run: Annotated[Any, arg(constructor_factory=lambda: _recipes(PretrainOptions), name="")]
+
+    def __call__(self) -> None:
+        from stop_mim.training.loop import train
+
+        more: dict[str, Any] = {}
+        if self.run.init is not None:
+            from stop_mim.exchange.initial_weights import initialise
+
+            more["initialise"] = partial(initialise, name=self.run.init)
+        _report_end(train(self.run.config, recipe=self.run.recipe, **more))
+
+
+@COMMANDS.register("resume")
+@dataclass(frozen=True)
+class Resume:
+    """Continue a run from its newest checkpoint as if it had not stopped: stop-mim resume RUN."""
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Run directory."""
+    speed: Annotated[Any, _imported("stop_mim.training.config:SpeedConfig")]
+    checkpoint: Path | None = None
+    """Checkpoint to continue from, instead of the newest one."""
+    stop_after_steps: int | None = None
+    """Stop and save after this step of the whole run."""
+
+    def __call__(self) -> None:
+        from stop_mim.training.loop import resume
+
+        _report_end(resume(self.run, self.checkpoint, self.speed, self.stop_after_steps))
+
+
+@COMMANDS.register("evaluate")
+@dataclass(frozen=True)
+class Evaluate:
+    """Score encoders: stop-mim evaluate ENCODER [ENCODER …] --task TASK [TASK …] --data NAME."""
+
+    encoders: Annotated[Positional[tuple[str, ...]], arg(metavar="ENCODER …")]
+    """Run directories, encoder files, timm:NAME, hf:NAME, untrained:RUN or masks:FOLDER."""
+    config: Annotated[Any, arg(constructor_factory=lambda: pkgutil.resolve_name(EVALUATE_CONFIG)(), name="")]
+
+    def __call__(self) -> None:
+        from stop_mim.evaluation.evaluate import evaluate
+
+        evaluate(self.encoders, self.config)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """A sweep with the options of the command line."""
+
+    name: Suppress[str]
+    config: Annotated[Any, _imported(SWEEP_CONFIG, name="")]
+
+
+@COMMANDS.register("sweep")
+@dataclass(frozen=True)
+class Sweep:
+    """Compare variants over seeds, as in the paper's ablations: stop-mim sweep NAME [--dry-run] [--GROUP.FIELD VALUE …].
+
+    Options with a group, such as --optim.lr, go to `pretrain`, those of the group speed also to `evaluate`.
+    """
+
+    run: Annotated[Any, arg(constructor_factory=_sweeps, name="")]
+
+    def __call__(self, overrides: Sequence[str] = ()) -> None:
+        from stop_mim.sweeps.plan import base_config
+        from stop_mim.sweeps.run import run_sweep
+
+        base, unknown = _parse(
+            pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=base_config(self.run.config), prog="stop-mim sweep"
+        )
+        _refuse_unknown(unknown, self, base)
+        result = run_sweep(self.run.name, self.run.config, base)
+        if result.interrupted_by:
+            sys.exit(_exit_code(result.interrupted_by))
+        if result.summary is not None and result.summary.failed:
+            sys.exit(EXIT_FAILURE)
+
+
+@COMMANDS.register("figure")
+@dataclass(frozen=True)
+class Figure:
+    """Draw the paper's figures from runs, as PDF and PNG: stop-mim figure NAME [NAME …] --runs RUN [RUN …]."""
+
+    names: Annotated[Positional[tuple[str, ...]], arg(metavar="NAME …")]
+    """Figures by name, or all."""
+    runs: tuple[Path, ...] = ()
+    """Run directories; seeds of the same settings are averaged."""
+    out: Path = Path("figures")
+    """Directory of the figures."""
+    score: str | None = None
+    """Accuracy that figures 1, 3 and 4 show, such as distance/linear/top1; default: the closest to the paper's protocol."""
+
+    def __call__(self) -> None:
+        from stop_mim.analysis.figures import draw_figures
+
+        for path in draw_figures(self.names, self.runs, self.out, _print, self.score):
+            _print(f"Written: {path}")
+
+
+@COMMANDS.register("report")
+@dataclass(frozen=True)
+class Report:
+    """Write one self-contained HTML file about runs, finished or not: stop-mim report RUN [RUN …] -o report.html."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN …")]
+    """Run directories; several are compared."""
+    out: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")
+    """File to write."""
+    images: tuple[Path, ...] = ()
+    """At most sixteen images to show the encoders' features of; default: some of the first run's data."""
+
+    def __call__(self) -> None:
+        if not self.runs:
+            raise InputError("report needs a run directory: stop-mim report RUN [RUN …] -o report.html.")
+        from stop_mim.analysis.report import write_report
+
+        write_report(self.runs, self.out, self.images or None, Console())
+
+
+@COMMANDS.register("export")
+@dataclass(frozen=True)
+class Export:
+    """Export an encoder with a model card: stop-mim export RUN --to timm|hf|onnx|export --out FOLDER [--push OWNER/NAME]."""
+
+    encoder: Annotated[Positional[str], arg(metavar="ENCODER")]
+    """Run directory, encoder file, or any other name of an encoder."""
+    to: Literal["timm", "hf", "onnx", "export"]
+    """timm: safetensors for timm; hf: an IJepaModel for transformers; onnx: ONNX; export: a torch.export program."""
+    out: Path
+    """New directory to write."""
+    push: str | None = None
+    """Also push the directory to this OWNER/NAME on the Hugging Face hub; a new repository is private."""
+    licence: str | None = None
+    """Licence of the weights for the model card, such as apache-2.0."""
+
+    def __call__(self) -> None:
+        from stop_mim.exchange.export import export_encoder
+
+        export_encoder(self.encoder, self.to, self.out, self.push, self.licence)
+        _print(f"Written: {self.out}{f', and pushed to {self.push}' if self.push else ''}.")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """A recipe to measure."""
+
+    recipe: Suppress[str]
+    config: Annotated[Any, _imported(TRAIN_CONFIG, name="")]
+    bench: Annotated[Any, _imported(BENCH_CONFIG)] = field(default_factory=lambda: pkgutil.resolve_name(BENCH_CONFIG)())
+
+
+@COMMANDS.register("bench")
+@dataclass(frozen=True)
+class Bench:
+    """Measure a recipe's training step and its parts on this machine: stop-mim bench RECIPE [--bench.compare]."""
+
+    run: Annotated[Any, arg(constructor_factory=lambda: _recipes(BenchOptions), name="")]
+
+    def __call__(self) -> None:
+        from stop_mim.benchmark.bench import run_bench
+        from stop_mim.training.recipes import find_recipe
+
+        config, bench = self.run.config, self.run.bench
+        if bench.images == "auto":
+            given = config.data != find_recipe(self.run.recipe).data
+            bench = dataclasses.replace(bench, images="data" if given else "synthetic")
+        run_bench(config, bench, self.run.recipe)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; a mistake of the user's ends the process with one sentence and exit code 2."""
-    # Before torch is loaded: threads that wait by spinning hold up all others where cores are shared.
+    """Run a command. Bad input and failed file operations end the process with one sentence and exit code 2."""
+    # Before torch is loaded: threads that spin while they wait slow down all others where cores are shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _dispatch(given)
+        _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except InputError as error:
         _fail(str(error), EXIT_INPUT)
+    except TrainingDiverged as error:
+        _fail(str(error), EXIT_FAILURE)
     except KeyboardInterrupt:
         _fail("Interrupted.", _exit_code("SIGINT"))
     except BrokenPipeError:
         if not _output_is_closed():
             raise
-        # What is still to be written at the end must not complain of it again.
+        # Python flushes stdout once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_exit_code("SIGPIPE"))
-    except Exception as error:
-        # Looked up by name, so that a command that never trains never imports the trainer.
-        if type(error).__name__ != "TrainingDiverged":
-            raise
-        _fail(str(error), EXIT_FAILURE)
+    except OSError as error:
+        path = error.filename2 or error.filename
+        reason = error.strerror or str(error) or type(error).__name__
+        _fail(f"{os.fsdecode(path)}: {reason}." if isinstance(path, str | bytes | Path) else f"{reason}.", EXIT_INPUT)
 
 
-def _output_is_closed() -> bool:
-    """Whether who read the output has gone, as head does; other pipes are between processes, and must not break."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
-
-
-def _dispatch(given: list[str]) -> None:
-    if not given or given[0] in HELP:
-        summaries = {name: (command.__doc__ or "").strip() for name, command in COMMANDS.items()}
-        _print_table("stop-mim COMMAND [options]", "command", summaries)
-        _print("stop-mim COMMAND --help tells more.")
-    elif given[0] == "--version":
+def _run(given: list[str]) -> None:
+    if given == ["--version"]:
         _print(f"stop-mim {stop_mim.__version__}")
-    elif given[0] in COMMANDS:
-        COMMANDS[given[0]](given[1:])
+        return
+    load_plugins()
+    given = given or ["--help"]
+    if given[0] not in HELP:
+        COMMANDS.find(given[0])
+        _check_name(*given[:2])
+    kinds = [Annotated[kind, subcommand(name, **_settings(name, given))] for name, kind in COMMANDS.items()]
+    command, unknown = _parse(functools.reduce(operator.or_, kinds), given, prog="stop-mim")
+    if isinstance(command, Sweep):
+        command(unknown)
     else:
-        raise InputError(f"There is no command '{given[0]}': choose one of {', '.join(COMMANDS)}.")
+        _refuse_unknown(unknown, command)
+        command()
 
 
-def parse(default: Options, arguments: list[str], program: str) -> Options:
-    """Options from the command line, with the given ones as default; a mistake is an InputError."""
-    if any(argument in HELP for argument in arguments):
-        return tyro.cli(type(default), default=default, args=arguments, prog=program)
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
-            options, unknown = tyro.cli(
-                type(default), default=default, args=arguments, prog=program, return_unknown_args=True
-            )
-    except SystemExit:
-        raise InputError(_sentence(complaint.getvalue(), program)) from None
-    if unknown:
-        raise InputError(_unknown(unknown[0], default, program))
-    return options
+def _check_name(command: str, name: str = "") -> None:
+    """Raise InputError unless a command that needs the name of a recipe or sweep is followed by one, or by --help."""
+    if command not in NAMED or name in HELP:
+        return
+    kind, path = NAMED[command]
+    choices = list(pkgutil.resolve_name(path))
+    known = f"choose one of {', '.join(choices)}."
+    if not name or name.startswith("-"):
+        raise InputError(f"{command} needs the name of a {kind} first: {known}")
+    if name not in choices:
+        raise InputError(f"There is no {kind} '{name}': {_nearest(name, choices)}{known}")
 
 
-def _sentence(complaint: str, program: str) -> str:
-    """The message of tyro's box, on one line."""
-    parts = re.split(r"\n\s*-{8,}\s*\n", complaint)
-    text = " ".join((parts[1] if len(parts) > 1 else complaint).split()).rstrip(".")
-    # A value that our own checks refused comes with our own sentence.
-    own = re.fullmatch(r"Error parsing [\w.-]+: (\w[\w.]* is .*:.*)", text)
-    return f"{own[1]}." if own else f"{text}: '{program} --help' shows every field."
+def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
+    """Return the help of a command, and its defaults where these depend on the arguments."""
+    settings: dict[str, Any] = {"description": inspect.cleandoc(COMMANDS[name].__doc__)}
+    if name == given[0] == "figure":
+        from stop_mim.analysis.figures import FIGURES
+
+        lines = (f"  - {figure}: {(draw.__doc__ or '').strip().splitlines()[0]}" for figure, draw in FIGURES.items())
+        settings["description"] += "\n\n" + "\n".join(lines)
+    if name == given[0] == "resume" and len(given) > 1 and given[1] not in HELP:
+        from stop_mim.training.run_folder import RunFolder
+
+        settings["default"] = Resume(tyro.MISSING, RunFolder(Path(given[1])).config().speed)
+    return settings
 
 
-def _unknown(argument: str, default: object, program: str) -> str:
-    if not argument.startswith("-"):
-        return f"'{argument}' is one word too many: '{program} --help' shows what can be given."
-    name = argument.split("=")[0].lstrip("-").replace("_", "-")
-    close = difflib.get_close_matches(name, [*_field_names(default)], n=1, cutoff=0.5)
-    hint = f"did you mean --{close[0]}? " if close else ""
-    return f"There is no field {argument.split('=')[0]}: {hint}'{program} --help' shows every field."
+def _parse(kind: Any, given: Sequence[str], **options: Any) -> tuple[Any, list[str]]:
+    """Return what tyro reads from the arguments, and the arguments that it does not know."""
+    on_parse_error = getattr(tyro_errors, "on_parse_error", contextlib.nullcontext)
+    with on_parse_error(_refuse):
+        return tyro.cli(kind, args=given, return_unknown_args=True, config=(OmitSubcommandPrefixes,), **options)
 
 
-def _field_names(options: object, prefix: str = "") -> Iterable[str]:
-    for name in getattr(options, "__dataclass_fields__", {}):
-        value = getattr(options, name)
-        if hasattr(value, "__dataclass_fields__"):
-            yield from _field_names(value, f"{prefix}{name}.")
+def _refuse(event: Any) -> None:
+    """Raise InputError for arguments that tyro rejects; it prints a message of its own for events not listed here."""
+    shown = getattr(event, "argument", None)
+    flag = shown.display_name() if shown is not None else ""
+    if isinstance(event, tyro_errors.InstantiationFailure):
+        # Without a flag, this is the message of a config that refuses its values.
+        raise InputError(f"{flag}: {event.message.rstrip('.')}: --help describes it." if flag else event.message)
+    if isinstance(event, tyro_errors.InvalidChoice):
+        raise InputError(f"{flag} is '{event.value}': choose {' or '.join(event.choices)}.")
+    if isinstance(event, tyro_errors.BadValue):
+        raise InputError(f"{flag} lacks a value: --help describes it.")
+    if isinstance(event, tyro_errors.MissingArgs):
+        raise InputError(f"{event.missing_arguments[0].arg.display_name()} is not given: --help describes it.")
+
+
+def _refuse_unknown(unknown: Sequence[str], *options: object) -> None:
+    """Raise InputError, with the nearest option, for the first argument that no option takes."""
+    if not unknown:
+        return
+    name = unknown[0].partition("=")[0]
+    if not name.startswith("-"):
+        raise InputError(f"'{name}' is not expected: --help shows what can be given.")
+    close = _nearest(name.lstrip("-").replace("_", "-"), [flag for one in options for flag in _flags(one)], "--")
+    raise InputError(f"There is no option {name}: {close}--help lists all options.")
+
+
+def _flags(options: Any, prefix: str = "") -> Iterator[str]:
+    for one in dataclasses.fields(options):
+        value = getattr(options, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flags(value, prefix if one.name in UNPREFIXED else f"{prefix}{one.name}.")
         else:
-            yield f"{prefix}{name}".replace("_", "-")
+            yield f"{prefix}{one.name}".replace("_", "-")
 
 
-def _tell_end(result: "TrainResult") -> None:
-    """Say how a run ended, once where there are several processes, and end as one whom a signal stopped."""
+def _nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {prefix}{close[0]}? " if close else ""
+
+
+def _report_end(result: "TrainResult") -> None:
+    """Print how a run ended, once for several processes, and exit as a process stopped by a signal does."""
     text = f"Done: {result.total_steps} steps. The encoder: {result.folder / 'encoder.safetensors'}"
     if not result.finished:
-        why = f"Stopped by {result.interrupted_by}" if result.interrupted_by else "Stopped"
-        saved = f"{why} after step {result.step} of {result.total_steps}; saved."
-        text = f"{saved} Go on with: stop-mim resume {result.folder}"
+        reason = f"Stopped by {result.interrupted_by}" if result.interrupted_by else "Stopped"
+        saved = f"{reason} after step {result.step} of {result.total_steps}; saved."
+        text = f"{saved} Continue with: stop-mim resume {result.folder}"
     if os.environ.get("RANK", "0") == "0":
         _print(text)
     if result.interrupted_by:
@@ -378,23 +421,28 @@ def _tell_end(result: "TrainResult") -> None:
 
 
 def _exit_code(interrupted_by: str) -> int:
-    """As shells tell a signal; a run may also have been stopped by another of its processes."""
+    """Return the exit code of a signal, as shells do; a run may also be stopped by another of its processes."""
     return EXIT_OF_SIGNALS + signal.Signals.__members__.get(interrupted_by, signal.SIGINT)
 
 
-def _print_table(title: str, heading: str, rows: dict[str, str]) -> None:
-    table = Table(heading, "", title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name, text in rows.items():
-        table.add_row(escape(name), escape(text))
-    Console().print(table)
+def _output_is_closed() -> bool:
+    """Whether the reader of stdout is gone, as with `| head`; a broken pipe between processes is a bug instead."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
+
+
+def _printable(text: str) -> str:
+    """Escape control characters, which could change what the terminal shows."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _print(text: str) -> None:
-    Console().print(escape(text), highlight=False, soft_wrap=True)
+    Console().print(escape(_printable(text)), highlight=False, soft_wrap=True)
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
-    print(f"stop-mim: {' '.join(sentence.split())}", file=sys.stderr)
+    print(f"stop-mim: {_printable(' '.join(sentence.split()))}", file=sys.stderr)
     sys.exit(code)
 
 

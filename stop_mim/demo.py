@@ -1,57 +1,56 @@
-"""The demo: train a very small StoP model on the embedded scenes, and show that it has learned something."""
+"""The demo: train a small StoP model on embedded scenes, and compare its frozen features with untrained ones and pixels."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from stop_mim.analysis.demo_figures import loss_figure, positions_figure
+from stop_mim.analysis.figures import FIGURES
 from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.evaluation.clevr import count_classes, distance_classes
+from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.features import pixel_features, pooled_features
-from stop_mim.evaluation.knn import knn
-from stop_mim.evaluation.linear import linear_probe
+from stop_mim.evaluation.tasks.knn import knn
+from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.files import write_atomically
-from stop_mim.positions import StochasticPositions
 from stop_mim.seeds import derive_seed
-from stop_mim.training.build import build_encoder, build_objective
-from stop_mim.training.callbacks.progress import ProgressDisplay
-from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.build import build_encoder
 from stop_mim.training.config import TrainConfig
-from stop_mim.training.pretrain import train
+from stop_mim.training.loop import train
 from stop_mim.training.recipes import find_recipe
-from stop_mim.training.run_folder import RunFolder, read_metrics
 
-DEFAULT_FOLDER = Path("stop-mim-demo")
 TASKS = {"count": count_classes, "distance": distance_classes}
-# Self-supervised features are for when labels are few: so many of the scenes are used with theirs.
+CHANCE = {"count": 100 / 8, "distance": 100 / 6}
+# Self-supervised features are for cases with few labels.
 LABELLED_SCENES = 1000
 TEST_SCENES = "scenes:count=5000,size=64"
 NEIGHBOURS = 20
-SCORES_FILE, REPORT_FILE = "demo.json", "report.html"
+PROBES = {"linear/top1": "linear", f"knn/neighbours={NEIGHBOURS}/top1": f"{NEIGHBOURS}-NN"}
+NAMES = {"trained": "StoP, trained", "untrained": "the same, untrained", "pixels": "pixels"}
+
+Scores = dict[str, dict[str, float]]
+"""Test accuracies in percent, by features and by task and probe."""
 
 
 def run_demo(config: TrainConfig | None = None, console: Console | None = None) -> Path:
-    """Train, compare, draw; returns the folder that holds it all."""
+    """Train, probe and draw; return the run directory."""
     console = console or Console()
     config = config or find_recipe("demo")
-    config = replace(config, out=str(free_folder(Path(config.out or DEFAULT_FOLDER))))
+    config = replace(config, out=str(unused(Path(config.out or "stop-mim-demo"))))
     console.print("Drawing scenes, then training a small StoP model on them (about two minutes on two cores).")
-    with ProgressDisplay(console) as display:
-        train_source, test_source = open_source(config.data), open_source(TEST_SCENES, "test")
-        display.say(f"{len(train_source):,} scenes to learn from without labels, {len(test_source):,} to be tested on.")
+    sources = open_source(config.data), open_source(TEST_SCENES, "test")
+    console.print(f"{len(sources[0]):,} scenes for training without labels, {len(sources[1]):,} for testing.")
     threads = torch.get_num_threads()
-    # Its model is too small to be divided: threads that sleep while they wait for each other are slower than one alone.
+    # The model is too small for several threads: one alone is faster.
     torch.set_num_threads(1)
     try:
         result = train(config, recipe="demo", console=console)
@@ -59,104 +58,77 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
         torch.set_num_threads(threads)
     if not result.finished:
         raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
-    scores = compare(config, result.folder, train_source, test_source, console)
-    write_atomically(result.folder / SCORES_FILE, lambda file: file.write_text(json.dumps(scores, indent=2)))
-    draw(config, result.folder)
-    write_report([result.folder], result.folder / REPORT_FILE)
-    show_scores(scores, result.folder, console)
+    scores = compare(config, result.folder, *sources)
+    write_atomically(result.folder / "demo.json", lambda file: file.write_text(json.dumps(scores, indent=2)))
+    for name in ("loss", "positions"):
+        FIGURES[name]([result.folder], None).savefig(result.folder / f"{name}.png", dpi=150)
+    write_report([result.folder], result.folder / "report.html")
+    show(scores, result.folder, console)
     return result.folder
 
 
-def compare(
-    config: TrainConfig, folder: Path, train_source: ImageSource, test_source: ImageSource, console: Console
-) -> dict[str, dict[str, float]]:
-    """Test accuracy in percent of frozen features: trained, untrained (the same first weights) and pixels."""
+def compare(config: TrainConfig, run: Path, train_source: ImageSource, test_source: ImageSource) -> Scores:
+    """Return the accuracies of trained features, of untrained ones (with the same initial weights) and of pixels."""
     torch.manual_seed(derive_seed(config.seed, "weights"))
-    untrained = build_encoder(config.encoder)
-    trained = load_encoder(folder)
-    images = [_stacked(train_source)[:LABELLED_SCENES], _stacked(test_source)]
-    features = {
-        "trained": [pooled_features(trained, part) for part in images],
-        "untrained": [pooled_features(untrained, part) for part in images],
-        "pixels": [pixel_features(part) for part in images],
-    }
-    labels = {task: [_labels(train_source, task)[:LABELLED_SCENES], _labels(test_source, task)] for task in TASKS}
-    scores: dict[str, dict[str, float]] = {}
-    with ProgressDisplay(console) as display:
-        for number, (name, (train_features, test_features)) in enumerate(features.items(), start=1):
-            scores[name] = {}
-            for task, (train_labels, test_labels) in labels.items():
-                classes, cpu = int(train_labels.max()) + 1, torch.device("cpu")
-                sets = (
-                    {"last1": [train_features]},
-                    train_labels,
-                    {"last1": [test_features]},
-                    test_labels,
-                    classes,
-                    cpu,
-                )
-                neighbours = ([train_features], train_labels, [test_features], test_labels, classes, cpu, (NEIGHBOURS,))
-                probes = [*linear_probe(*sets, standardise=(True,)), *knn(*neighbours)]
-                scores[name] |= {f"{task}/{probe}": value for probe, value in probes}
-            display.update("probing", number, len(features), name)
+    encoders = {"trained": load_encoder(run), "untrained": build_encoder(config.encoder)}
+    # Scenes are held in memory.
+    images = [part for source in (train_source, test_source) if (part := source.stacked()) is not None]
+    images[0] = images[0][:LABELLED_SCENES]
+    features = {name: [pooled_features(encoder, part) for part in images] for name, encoder in encoders.items()}
+    features["pixels"] = [pixel_features(part) for part in images]
+    scores: Scores = {name: {} for name in features}
+    for task, classes_of in TASKS.items():
+        train_labels, test_labels = (classes_of(source.labels[task]) for source in (train_source, test_source))
+        for name, (train_part, test_part) in features.items():
+            found = probe(train_part, train_labels[:LABELLED_SCENES], test_part, test_labels)
+            scores[name] |= {f"{task}/{kind}": value for kind, value in found.items()}
     return scores
 
 
-def _stacked(source: ImageSource) -> UInt8[Tensor, "n 3 height width"]:
-    images = source.stacked()
-    if images is None or not set(TASKS) <= set(source.labels):
-        raise InputError(f"The demo's data are '{source.name}': it needs scenes, with their counts and distances.")
-    return images
+def probe(
+    train_features: Float[Tensor, "n dim"],
+    train_labels: Int[Tensor, " n"],
+    test_features: Float[Tensor, "m dim"],
+    test_labels: Int[Tensor, " m"],
+) -> dict[str, float]:
+    """Return the test accuracies of a linear probe on standardised features, and of nearest neighbours."""
+    train_set, test_set = ([train_features], train_labels), ([test_features], test_labels)
+    rest = (int(train_labels.max()) + 1, torch.device("cpu"))
+    named = [({1: features}, labels) for features, labels in (train_set, test_set)]
+    probes = {
+        "linear": linear_probe(*named[0], *named[1], *rest, standardise=(True,)),
+        "knn": knn(*train_set, *test_set, *rest, (NEIGHBOURS,)),
+    }
+    return {f"{name}/{score.name}": score.value for name, scores in probes.items() for score in scores}
 
 
-def _labels(source: ImageSource, task: str) -> Int[Tensor, " n"]:
-    return TASKS[task](source.labels[task])
-
-
-def draw(config: TrainConfig, folder: Path) -> None:
-    """The loss curve and the picture of sampled positions."""
-    loss_figure(read_metrics(folder), folder / "loss.png")
-    objective = build_objective(config)
-    newest = RunFolder(folder).newest_checkpoint()
-    positions = objective.positions
-    if newest is not None and isinstance(positions, StochasticPositions):
-        tensors = read_checkpoint(newest).tensors
-        objective.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")})
-        positions_figure(positions, folder / "positions.png")
-
-
-def show_scores(scores: dict[str, dict[str, float]], folder: Path, console: Console) -> None:
-    """The table, and what to type next."""
-    title = f"Frozen features, probes with {LABELLED_SCENES} labels: test accuracy in %"
-    table = Table(title=title, title_justify="left")
-    table.add_column("features")
-    probes = {"linear/top1": "linear", f"knn/top1@{NEIGHBOURS}": f"{NEIGHBOURS}-NN"}
-    for task in TASKS:
-        for probe in probes.values():
-            table.add_column(f"{task}\n{probe}", justify="right")
-    names = {"trained": "StoP, trained", "untrained": "the same, untrained", "pixels": "pixels"}
-    for name, values in scores.items():
-        style = "bold green" if name == "trained" else None
-        table.add_row(
-            names[name], *(f"{values[f'{task}/{probe}']:.1f}" for task in TASKS for probe in probes), style=style
-        )
-    table.add_row("chance", *("12.5", "12.5", "16.7", "16.7"), style="dim")
-    console.print(table)
-    console.print(
-        f"Loss curve: {escape(str(folder / 'loss.png'))}   Sampled positions: {escape(str(folder / 'positions.png'))}"
+def show(scores: Scores, run: Path, console: Console) -> None:
+    """Print the table, the files and the next commands."""
+    table = Table(
+        title=f"Frozen features, probes with {LABELLED_SCENES} labels: test accuracy in %", title_justify="left"
     )
-    console.print(f"A page to look at, in a browser: {escape(str(folder / REPORT_FILE))}", soft_wrap=True)
-    console.print("Next, with your own images (a folder, or a parquet file):", style="bold")
+    table.add_column("features")
+    for task in TASKS:
+        for probe_name in PROBES.values():
+            table.add_column(f"{task}\n{probe_name}", justify="right")
+    for name, values in scores.items():
+        cells = (f"{values[f'{task}/{kind}']:.1f}" for task in TASKS for kind in PROBES)
+        table.add_row(NAMES[name], *cells, style="bold green" if name == "trained" else None)
+    table.add_row("chance", *(f"{CHANCE[task]:.1f}" for task in TASKS for _ in PROBES), style="dim")
+    console.print(table)
     for line in (
-        "stop-mim pretrain stop-tiny-imagenet --data YOUR_FOLDER",
-        "stop-mim pretrain --help",
-        f"stop-mim evaluate {folder} untrained:{folder} --task clevr --data scenes:count=2000",
-        f"python -c \"from stop_mim import load_encoder; print(load_encoder('{folder}'))\"",
+        f"Loss curve: {run / 'loss.png'}   Sampled positions: {run / 'positions.png'}",
+        f"Report, for a browser: {run / 'report.html'}",
+        "Next, with your own images (a folder, or a parquet file):",
+        "  stop-mim pretrain stop-tiny-imagenet --data YOUR_FOLDER",
+        "  stop-mim pretrain --help",
+        f"  stop-mim evaluate {run} untrained:{run} --task clevr --data scenes:count=2000",
+        f"  python -c \"from stop_mim import load_encoder; print(load_encoder('{run}'))\"",
     ):
-        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+        console.print(escape(line), highlight=False, soft_wrap=True)
 
 
-def free_folder(wanted: Path) -> Path:
-    """The wanted folder, or the first of its numbered successors that is not there yet."""
+def unused(wanted: Path) -> Path:
+    """Return the path, with the first number that makes it new if it exists."""
     candidates = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 1000))]
     return next(path for path in candidates if not path.exists())

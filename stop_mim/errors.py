@@ -1,8 +1,8 @@
-"""Errors that a user can mend: the command line prints their one sentence and exits with code 2."""
+"""Errors with a message for the user: the command line prints it as one sentence, without a traceback."""
 
 
 class InputError(ValueError):
-    """Something that was given cannot be used: the message names the thing, its value and the remedy."""
+    """Something given by the user cannot be used: the message names the thing, its value and the remedy."""
 
 
 class MissingExtra(InputError):
@@ -15,9 +15,9 @@ class MissingExtra(InputError):
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss was not finite for several steps in a row; none of these steps changed the weights."""
+    """Training cannot continue because the loss or the features are not finite."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's says, as far as it fits into a sentence; its kind where it says nothing."""
+    """Return the first line of an error's message, or its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,21 +1,22 @@
-"""What a person types: each mistake is one sentence on stderr, exit code 2, and nothing written."""
+"""The command line: help, options, and errors as one sentence on stderr with exit code 2 and nothing written."""
 
+import errno
 import io
 import os
 import signal
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from stop_mim.cli import COMMANDS, main
-from stop_mim.training import pretrain
-from stop_mim.training.pretrain import TrainResult
+from stop_mim.errors import TrainingDiverged
+from stop_mim.training import loop
+from stop_mim.training.loop import TrainResult
 from stop_mim.training.recipes import RECIPES
 
 TINY = [
@@ -36,87 +37,111 @@ def photos(tmp_path):
     return folder
 
 
-def complaint(capsys, *arguments):
+def complaint(capsys, *arguments, code=2):
     with pytest.raises(SystemExit) as ended:
         main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
-    assert ended.value.code == 2
+    assert ended.value.code == code
     assert captured.out == ""
-    lines = captured.err.strip().splitlines()
-    # The choice of loader and the like may be told before; the complaint is the last line, and one.
-    assert lines[-1].startswith("stop-mim: ")
-    assert lines[-1].endswith((".", "?"))
-    assert "Traceback" not in captured.err
-    return lines[-1]
+    last = captured.err.strip().splitlines()[-1]
+    assert last.startswith("stop-mim: ")
+    assert last.endswith((".", "?"))
+    return last
 
 
-def test_help_lists_commands_and_recipes(capsys):
-    main([])
-    assert "pretrain" in capsys.readouterr().out
-    main(["pretrain", "--help"])
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in RECIPES)
-    main(["--version"])
-    assert "stop-mim 0.1.0" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("recipe", ["demo", "stop-vitb16"])
-def test_help_of_a_recipe_explains_every_field(capsys, recipe):
+def shown(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
-        main(["pretrain", recipe, "--help"])
+        main(arguments)
     assert ended.value.code == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for text in (
-        "--optim.lr",
-        "Peak learning rate.",
-        "--positions.sigma",
-        "the variance of n",
-        "--speed.compile",
-    ):
-        assert text in shown
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_help_lists_commands_recipes_sweeps_and_fields(capsys):
+    assert all(f"• {name} " in shown(capsys) for name in COMMANDS)
+    text = shown(capsys, "pretrain", "--help")
+    assert all(f"• {name} " in text for name in RECIPES)
+    assert "ViT-B/16 on ImageNet-1k" in text
+    assert "• tokens Noise on no tokens" in shown(capsys, "sweep", "--help")
+    fields = shown(capsys, "pretrain", "stop-vitb16", "--help")
+    for words in ("--optim.lr FLOAT", "earning rate", "--positions.sigma", "--speed.compile", "--init"):
+        assert words in fields
+    assert "(default: 600)" in fields, "the values are those of the recipe"
+
+
+def test_help_and_mistyped_commands_do_not_wait_for_torch():
+    program = (
+        "import sys; from stop_mim.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    )
+    for arguments in (["--help"], ["pretrian", "demo"], ["--version"]):
+        asked = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+        assert asked.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train"], "There is no command 'train'"),
+        (["pretrian"], "'pretrian': did you mean 'pretrain'?"),
         (["pretrain"], "needs the name of a recipe"),
-        (["pretrain", "stop-vitz"], "There is no recipe 'stop-vitz'"),
-        (["pretrain", "demo", "--optim.lrr", "1"], "no field --optim.lrr: did you mean --optim.lr?"),
-        (["pretrain", "demo", "--optim.lr", "fast"], "could not convert string to float: 'fast'"),
+        (["pretrain", "stop-vitb1"], "'stop-vitb1': did you mean stop-vitb16?"),
+        (["sweep", "token"], "'token': did you mean tokens?"),
+        (["pretrain", "demo", "--optim.lrr", "1"], "--optim.lrr: did you mean --optim.lr?"),
+        (["sweep", "tokens", "--optim.lrr", "1"], "--optim.lrr: did you mean --optim.lr?"),
+        (["demo", "--sed", "1"], "--sed: did you mean --seed?"),
+        (["pretrain", "demo", "more"], "'more'"),
+        (["pretrain", "demo", "--optim.lr", "fast"], "--optim.lr: could not convert string to float: 'fast'"),
+        (["pretrain", "demo", "--optim.lr"], "--optim.lr lacks a value"),
         (["pretrain", "demo", "--positions.sigma", "-0.5"], "positions.sigma is -0.5"),
-        (["pretrain", "demo", "--encoder.size", "tall"], "invalid choice 'tall'"),
-        (["pretrain", "demo", "--masks.target-scale", "0.9", "1.0"], "The masks do not fit a grid of 6x6"),
-        (["pretrain", "demo", "--positions.covariance", "full"], "covariance 'full'"),
-        (["pretrain", "demo", "--encoder.patch-size", "7"], "encoder.patch_size is 7"),
+        (["pretrain", "demo", "--encoder.size", "tall"], "--encoder.size is 'tall'"),
+        (["pretrain", "demo", "--stop-after-steps", "0"], "stop_after_steps is 0"),
+        (["pretrain", "demo", "--masks.target-scale", "0.9", "1.0"], "6x6"),
         (["pretrain", "demo", "--speed.device", "tpu"], "speed.device is 'tpu'"),
         (["pretrain", "demo", "--data", "no/such/folder"], "no/such/folder"),
         (["pretrain", "stop-tiny-imagenet"], "data is not given"),
+        (["pretrain", "demo", "--data", "scenes:count=8,size=32"], "optim.batch_size is 16"),
+        (["resume"], "run is not given"),
+        (["resume", "no/such/run"], "no/such/run"),
+        (["export", "run", "--to", "timm"], "--out is not given"),
+        (["report"], "needs a run directory"),
         (
-            ["pretrain", "demo", "--data", "scenes:count=8,size=32"],
-            "optim.batch_size is 16 and there are only 8 images",
+            ["sweep", "tokens", "--low-shot-list", "missing.txt", "--scale", "imagenet", "--data", "scenes"],
+            "missing.txt: No such file",
         ),
-        (["resume"], "needs the folder of a run"),
-        (["resume", "no/such/run"], "holds no run"),
-        (["demo", "--fast"], "no field --fast"),
     ],
 )
-def test_mistakes_are_one_sentence(capsys, tmp_path, tmp_path_factory, monkeypatch, arguments, words):
-    monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path_factory.mktemp("cache")))
+def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert words in complaint(capsys, *arguments)
     assert not list(tmp_path.iterdir())
 
 
-def test_data_that_cannot_be_used_are_named(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    assert "empty" in complaint(capsys, "pretrain", "demo", "--data", "empty", "--out", "run")
-    pq.write_table(pa.table({"text": ["a"], "number": [1]}), tmp_path / "words.parquet")
-    sentence = complaint(capsys, "pretrain", "demo", "--data", "words.parquet", "--out", "run")
-    assert "text" in sentence
-    assert "number" in sentence
-    assert not (tmp_path / "run").exists()
+def test_words_and_options_reach_their_commands(monkeypatch, capsys):
+    given = {}
+
+    def note(name):
+        return lambda *arguments: given.update({name: arguments}) or []
+
+    for place in ("analysis.figures.draw_figures", "analysis.report.write_report", "evaluation.evaluate.evaluate"):
+        monkeypatch.setattr(f"stop_mim.{place}", note(place.split(".")[-1]))
+    monkeypatch.setattr("stop_mim.exchange.export.export_encoder", note("export"))
+    main(["figure", "4", "5", "--runs", "a", "b", "--score", "linear/top1"])
+    assert (given["draw_figures"][0], given["draw_figures"][1]) == (("4", "5"), (Path("a"), Path("b")))
+    main(["report", "a", "b", "-o", "page.html"])
+    assert given["write_report"][:2] == ((Path("a"), Path("b")), Path("page.html"))
+    main(["evaluate", "a", "timm:b", "--task", "linear", "knn", "--data", "photos", "--knn.neighbours", "5"])
+    names, config = given["evaluate"]
+    assert (names, config.task, config.data) == (("a", "timm:b"), ("linear", "knn"), "photos")
+    assert config.knn.neighbours == (5,)
+    main(["export", "run", "--to", "timm", "--out", "folder", "--licence", "mit"])
+    assert given["export"] == ("run", "timm", Path("folder"), None, "mit")
+
+
+def test_tyro_reports_mistakes_itself_where_it_cannot_be_asked(capsys, monkeypatch):
+    monkeypatch.setattr("stop_mim.cli.tyro_errors", None)
+    for option in (["--optim.lr", "fast"], ["--positions.sigma", "-0.5"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["pretrain", "demo", *option])
+        assert ended.value.code == 2
+        assert option[1] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -127,8 +152,36 @@ def test_a_missing_extra_is_named(capsys, tmp_path, monkeypatch, package, data, 
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.addfile(tarfile.TarInfo("x.jpg"), io.BytesIO())
     monkeypatch.setitem(sys.modules, package, None)
-    sentence = complaint(capsys, "pretrain", "demo", "--data", data)
-    assert f"pip install 'stop-mim[{extra}]'" in sentence
+    assert f"pip install 'stop-mim[{extra}]'" in complaint(capsys, "pretrain", "demo", "--data", data)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (TrainingDiverged("The loss is not finite."), 1, "The loss is not finite."),
+        (OSError(errno.ENOSPC, "No space left on device", "/runs/x/a.pt"), 2, "/runs/x/a.pt: No space left on device."),
+        (PermissionError(errno.EACCES, "Permission denied", "a", None, "b"), 2, "b: Permission denied."),
+        (OSError("the disk is gone"), 2, "the disk is gone."),
+        (KeyboardInterrupt(), 130, "Interrupted."),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a\x1b[31m\nb"), 2, r"a\x1b[31m b: No such file."),
+    ],
+)
+def test_errors_end_a_command_with_a_sentence(capsys, monkeypatch, error, code, words):
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr(COMMANDS["demo"], "__call__", fail)
+    assert complaint(capsys, "demo", code=code) == f"stop-mim: {words}"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BrokenPipeError("of a worker")])
+def test_other_errors_are_bugs_and_keep_their_traceback(capfd, monkeypatch, error):
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr(COMMANDS["demo"], "__call__", fail)
+    with pytest.raises(type(error), match=str(error)):
+        main(["demo"])
 
 
 def test_too_many_bad_images_stop_the_run_and_are_listed(capsys, tmp_path, photos):
@@ -144,20 +197,10 @@ def test_a_run_is_made_refused_a_second_time_resumed_and_protected(capsys, tmp_p
     run = tmp_path / "run"
     pretrain = ["pretrain", "demo", "--data", str(photos), "--out", str(run), *TINY, "--stop-after-steps", "3"]
     main(pretrain)
-    shown = capsys.readouterr()
-    assert f"Go on with: stop-mim resume {run}" in shown.out
-    assert "streaming: 24 images" in shown.err
-    expected = {
-        "config.json",
-        "environment.json",
-        "status.json",
-        "metrics.jsonl",
-        "log.txt",
-        "tensorboard",
-        "checkpoints",
-    }
-    assert {file.name for file in run.iterdir()} == expected | {"encoder.safetensors"}
-    assert "already holds a run" in complaint(capsys, *pretrain)
+    assert f"Continue with: stop-mim resume {run}" in capsys.readouterr().out
+    expected = {"config.json", "environment.json", "metrics.jsonl", "log.txt", "tensorboard", "checkpoints"}
+    assert {file.name for file in run.iterdir()} >= expected | {"encoder.safetensors"}
+    assert str(run) in complaint(capsys, *pretrain)
     main(["resume", str(run), "--speed.workers", "0"])
     assert "Done: 6 steps" in capsys.readouterr().out
     newest = sorted((run / "checkpoints").iterdir())[-1]
@@ -165,13 +208,29 @@ def test_a_run_is_made_refused_a_second_time_resumed_and_protected(capsys, tmp_p
     assert str(newest) in complaint(capsys, "resume", run)
 
 
-def test_the_module_is_what_torchrun_starts():
-    asked = subprocess.run([sys.executable, "-m", "stop_mim", "--version"], capture_output=True, text=True, check=True)
-    assert asked.stdout.startswith("stop-mim ")
+def test_a_resumed_run_keeps_its_own_speed_options(capsys, tmp_path, photos, monkeypatch):
+    run = tmp_path / "run"
+    main(["pretrain", "demo", "--data", str(photos), "--out", str(run), *TINY, "--stop-after-steps", "1"])
+    given = []
+    monkeypatch.setattr(loop, "resume", lambda *options: given.extend(options) or TrainResult(run, 6, 6, 0.5, None))
+    main(["resume", str(run), "--speed.workers", "2", "--stop-after-steps", "5"])
+    assert (given[2].device, given[2].workers, given[3]) == ("cpu", 2, 5)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("by", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("another process", 130)])
+def test_an_interrupted_run_exits_as_its_signal_does(capsys, monkeypatch, tmp_path, by, code, rank):
+    monkeypatch.setattr(loop, "train", lambda *arguments, **options: TrainResult(tmp_path, 5, 10, 0.5, by))
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        main(["pretrain", "demo"])
+    assert ended.value.code == code
+    words = [f"Stopped by {by} after step 5 of 10; saved."] if rank == "0" else []
+    assert [line.split(" Continue")[0] for line in capsys.readouterr().out.splitlines()] == words
 
 
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
-def test_threads_wait_without_spinning_unless_somebody_wants_it(monkeypatch, capsys, given):
+def test_threads_wait_without_spinning_unless_the_user_wants_it(monkeypatch, capsys, given):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
@@ -179,31 +238,9 @@ def test_threads_wait_without_spinning_unless_somebody_wants_it(monkeypatch, cap
     assert os.environ["OMP_WAIT_POLICY"] == (given or "PASSIVE")
 
 
-def test_output_that_nobody_reads_to_its_end_is_no_failure_to_tell_of():
+def test_output_that_is_not_read_to_its_end_is_no_error():
     command = [sys.executable, "-m", "stop_mim", "bench", "demo", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 128 + signal.SIGPIPE
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize(("by", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("another process", 130)])
-def test_who_waits_for_a_run_learns_that_it_was_stopped(capsys, monkeypatch, tmp_path, by, code, rank):
-    result = TrainResult(tmp_path, 5, 10, 0.5, by)
-    monkeypatch.setattr(pretrain, "train", lambda *arguments, **options: result)
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as ended:
-        main(["pretrain", "demo"])
-    assert ended.value.code == code
-    words = [f"Stopped by {by} after step 5 of 10; saved."] if rank == "0" else []
-    assert [line.split(" Go on")[0] for line in capsys.readouterr().out.splitlines()] == words
-
-
-def test_another_pipe_that_breaks_is_told(capfd, monkeypatch):
-    def breaks(arguments):
-        raise BrokenPipeError("of a worker")
-
-    monkeypatch.setitem(COMMANDS, "demo", breaks)
-    with pytest.raises(BrokenPipeError, match="of a worker"):
-        main(["demo"])

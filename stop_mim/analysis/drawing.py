@@ -1,4 +1,4 @@
-"""How figures look: colours, sizes, marks and axes that several of them share."""
+"""Colours, sizes, marks and axes that several figures share."""
 
 import math
 from collections.abc import Sequence
@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, UInt8
+from jaxtyping import Int, UInt8
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
-from stop_mim.analysis.runs import RunRecords, Spread, grouped, noise_of
-from stop_mim.errors import InputError
+from stop_mim.analysis.runs import RunRecords, ScoreKey, Spread, grouped, noise_of
 from stop_mim.files import write_atomically
 from stop_mim.positions import Grid
 
-# Okabe and Ito's colours, told apart by everybody.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#000000"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
@@ -35,59 +34,46 @@ STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.5,
     "lines.markersize": 4.5,
-    # Text that stays text in a PDF.
+    # Text stays text in a PDF.
     "pdf.fonttype": 42,
 }
 PNG_DPI = 200
-# Of a number under an axis, as a part of the narrowest axis of sigmas.
+# Least distance between labelled sigmas, as a fraction of the axis.
 LABEL_WIDTH = 0.15
+# Widths in inches of figures over two columns and over one.
 WIDE, NARROW = 7.2, 3.6
-"""Widths in inches of figures over two columns and over one."""
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure as PDF and PNG, the same bytes for the same figure; gives the two files."""
-    files = [path.with_name(f"{path.name}.{kind}") for kind in ("pdf", "png")]
-    undated = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
-    for file in files:
-        kind = file.suffix[1:]
+    """Write a figure as PATH.pdf and PATH.png, the same bytes for the same figure; return the two files."""
+    undated: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
+    files = [path.with_name(f"{path.name}.{kind}") for kind in undated]
+    for file, (kind, metadata) in zip(files, undated.items(), strict=True):
 
-        def write(temporary: Path, kind: str = kind) -> None:
-            figure.savefig(temporary, format=kind, dpi=PNG_DPI, metadata=undated[kind])
+        def write(temporary: Path, kind: str = kind, metadata: dict[str, Any] = metadata) -> None:
+            figure.savefig(temporary, format=kind, dpi=PNG_DPI, metadata=metadata)
 
-        try:
-            write_atomically(file, write)
-        except OSError as error:
-            raise InputError(
-                f"{file} cannot be written ({error.strerror}): name a folder that can with --out."
-            ) from error
+        write_atomically(file, write)
     return files
 
 
-def seen_patches(context: Tensor, grid: Grid) -> Bool[Tensor, "rows columns"]:
-    """Which patches of the grid are context."""
-    seen = torch.zeros(math.prod(grid), dtype=torch.bool)
-    seen[context] = True
-    return seen.unflatten(0, grid)
-
-
 def darkened(
-    image: UInt8[Tensor, "3 height width"], seen: Bool[Tensor, "rows columns"], grid: Grid, dim: float = 0.0
+    image: UInt8[Tensor, "3 height width"], context: Int[Tensor, " n"], grid: Grid, dim: float = 0.0
 ) -> UInt8[Tensor, "3 height width"]:
-    """The image with the patches that are not seen made this dark."""
+    """Return the image with patches outside of the context multiplied by `dim`."""
+    light = torch.full((math.prod(grid),), dim).index_fill(0, context, 1.0).unflatten(0, grid)
     height, width = image.shape[1] // grid[0], image.shape[2] // grid[1]
-    light = torch.where(seen, 1.0, dim).repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return (image * light).to(torch.uint8)
+    return (image * light.repeat_interleave(height, 0).repeat_interleave(width, 1)).to(torch.uint8)
 
 
 def draw_image(axes: Axes, image: UInt8[Tensor, "3 height width"]) -> None:
     """Show an image without ticks."""
     axes.imshow(image.permute(1, 2, 0).numpy())
-    without_ticks(axes)
+    remove_ticks(axes)
 
 
-def without_ticks(axes: Axes) -> None:
-    """Axes that are a picture."""
+def remove_ticks(axes: Axes) -> None:
+    """Remove ticks and frame around a picture."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
@@ -105,24 +91,23 @@ def mark_patch(axes: Axes, patch: int, grid: Grid, size: Sequence[int], colour: 
         axes.add_patch(Rectangle(corner, width, height, facecolor=colour, alpha=fill, linewidth=0))
 
 
-def add_letter(axes: Axes, letter: str) -> None:
-    """Name a panel."""
-    axes.set_title(letter, loc="left", fontweight="bold")
+def add_letters(panels: Sequence[Axes]) -> None:
+    """Name panels a, b, c, …."""
+    for axes, letter in zip(panels, "abcd", strict=False):
+        axes.set_title(letter, loc="left", fontweight="bold")
 
 
 def draw_against_sigma(axes: Axes, spreads: dict[str, dict[float, Spread]], bands: bool = True) -> None:
-    """A line for every form of noise, with bands or bars of ± a standard deviation, and a level for runs without any."""
+    """Draw a line for every form of noise, ± standard deviation as bands or bars, and a level for runs without noise."""
     level = spreads.get("none", {}).get(0.0)
     if level is not None:
         axes.axhline(level.mean, color=GREY, linestyle="--", label="fixed positions (σ = 0)")
         if level.count > 1:
             axes.axhspan(level.mean - level.std, level.mean + level.std, color=GREY, alpha=0.2, linewidth=0)
     known = {"tied": "learned, Σ = σAAᵀ (StoP)", "identity": "fixed, Σ = σI"}
-    forms = dict.fromkeys(
-        [form for form in ("tied", "identity", *sorted(spreads)) if form in spreads and form != "none"]
-    )
+    forms = dict.fromkeys(form for form in (*known, *sorted(spreads)) if form in spreads and form != "none")
     for number, (form, colour, marker) in enumerate(zip(forms, SERIES, MARKERS, strict=False)):
-        # Bars beside one another: at one place they would hide each other.
+        # Bars are drawn side by side, so that they do not hide each other.
         sigmas = [sigma * (1 if bands else 1.06**number) for sigma in spreads[form]]
         means = [value.mean for value in spreads[form].values()]
         stds = [0.0 if math.isnan(value.std) else value.std for value in spreads[form].values()]
@@ -135,13 +120,13 @@ def draw_against_sigma(axes: Axes, spreads: dict[str, dict[float, Spread]], band
 
 
 def add_legend_below(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
-    """One legend for the whole figure, below it."""
+    """Add one legend below the whole figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, title=title, title_fontsize=8, loc="outside lower center", ncols=columns)
 
 
 def set_sigma_axis(axes: Axes, runs: Sequence[RunRecords]) -> None:
-    """A logarithmic axis with a tick for every sigma that was run, and its value where there is room for it."""
+    """Set a logarithmic axis with a tick for every sigma of the runs, labelled where there is room."""
     sigmas = sorted({noise_of(run.config).sigma for run in runs} - {0.0})
     meaning = "variance" if runs[0].config.positions.convention == "paper" else "standard deviation"
     axes.set_xscale("log")
@@ -154,24 +139,19 @@ def set_sigma_axis(axes: Axes, runs: Sequence[RunRecords]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def accuracy_label(name: str) -> str:
-    """What an accuracy is called on an axis."""
-    protocol, *about = name.split(", ")
-    told = {"probe/linear_top1": "online linear probe", "probe/knn_top1": "online kNN"}
-    words = told.get(protocol, protocol.replace("/top1", "").replace("_", " "))
-    shown = [_short(part) for part in about if not part.startswith("protocol ")]
-    return "\n".join(["top-1 accuracy (%)", ", ".join([words, *shown])])
-
-
-def _short(data: str) -> str:
-    """A data set without its options, its file's path or, where that is called after its split, its file."""
-    kind, _, rest = data.partition(":")
+def score_label(score: ScoreKey) -> str:
+    """Return the label of a score on an axis: its name, and its data without path and options."""
+    kind, _, rest = score.data.partition(":")
     path = Path(rest or kind)
-    return kind if kind == "scenes" else path.parent.name or path.stem if path.suffix == ".parquet" else path.name
+    # Files such as train.parquet are named after their split: the folder names the dataset.
+    folder = path.parent.name or path.stem
+    data = kind if kind == "scenes" else folder if path.suffix == ".parquet" else path.name
+    what = "score" if score.rank is None else "top-1 accuracy (%)"
+    return "\n".join([what, ", ".join(filter(None, [score.name, data]))])
 
 
 def seeds_label(runs: Sequence[RunRecords]) -> str:
-    """How many seeds a figure is of."""
+    """Return how many seeds a figure shows."""
     counts = {len(group) for group in grouped(runs, lambda run: noise_of(run.config)).values()}
     if counts == {1}:
         return "one seed each"

@@ -1,39 +1,48 @@
-"""Numbers to figures, one function a figure: those of the paper by their numbers, drawn from folders of runs alone."""
+"""Figures, one registered function each: the paper's by their numbers, drawn from run directories alone.
+
+A figure is a function `(runs, score) -> Figure` under `@FIGURES.register(name)`; its docstring's first line is its help.
+Runs that do not suffice are an InputError that says what is missing. `score` is the score to show, None for the default.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from torch import Tensor
 
-from stop_mim.analysis.covariance import AXES, noise_history, noise_spectrum
-from stop_mim.analysis.demo_figures import draw_clouds
+from stop_mim.analysis import theory
 from stop_mim.analysis.drawing import (
+    BLACK,
     BLUE,
+    GREEN,
     GREY,
     MARKERS,
     NARROW,
     ORANGE,
     SERIES,
+    SKY,
     STYLE,
+    VERMILION,
     WIDE,
-    accuracy_label,
     add_legend_below,
-    add_letter,
+    add_letters,
     darkened,
     draw_against_sigma,
     draw_image,
     mark_patch,
+    remove_ticks,
     save_figure,
+    score_label,
     seeds_label,
-    seen_patches,
     set_sigma_axis,
-    without_ticks,
 )
+from stop_mim.analysis.noise import identified, most_similar, noise_spectrum, similarity_maps
 from stop_mim.analysis.predictions import (
     central_target,
     feature_objective,
@@ -45,28 +54,28 @@ from stop_mim.analysis.runs import (
     AnalysedRun,
     Noise,
     RunRecords,
+    ScoreKey,
     Spread,
     check_comparable,
     check_same_grid,
-    common_accuracy,
+    common_score,
     grouped,
     noise_of,
     open_run,
     read_records,
     spreads_by_sigma,
 )
-from stop_mim.analysis.similarity import identified, most_similar, similarity_maps
-from stop_mim.analysis.theory_figure import theory_figure
 from stop_mim.errors import InputError
-from stop_mim.positions import Grid, StochasticPositions
+from stop_mim.positions import StochasticPositions
+from stop_mim.registry import Registry
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.config import PositionsConfig
 
-# Runs side by side in one picture; of more, evenly spaced ones are taken.
+FIGURES: Registry[Callable[[Sequence[Path], str | None], Figure]] = Registry("figure")
+# Number of runs side by side; of more, evenly spaced ones are shown.
 MOST_SIDE_BY_SIDE = 3
-# Figures that show an accuracy.
-SCORED = ("1", "3", "4")
 QUERY_DRAWS = 256
+N_IMAGES = 4
 
 
 def draw_figures(
@@ -76,32 +85,32 @@ def draw_figures(
     tell: Callable[[str], None] = lambda text: None,
     score: str | None = None,
 ) -> list[Path]:
-    """Draw figures by name from the folders of runs, each as PDF and PNG; gives their files.
+    """Draw figures by name from run directories, each as PDF and PNG; return the files.
 
-    Figures of accuracies show `score`, such as linear/top1, or what is nearest to the paper's protocol. Of "all" those are
-    left out that these runs do not suffice for; `tell` is told which, and why.
+    Args:
+        names: names in FIGURES, or "all". Of "all", figures for which the runs do not suffice are left out.
+        tell: called with a sentence for each figure that is left out.
+        score: score of figures 1, 3 and 4, such as linear/top1; None: the nearest to the paper's protocol.
     """
-    unknown = [name for name in names if name not in (*FIGURES, "all")]
-    if unknown or not names:
-        choices = f"choose among {', '.join(FIGURES)} and all"
-        raise InputError(
-            f"There is no figure '{unknown[0]}': {choices}." if unknown else f"No figure is named: {choices}."
-        )
+    if not names:
+        raise InputError(f"No figure is named: choose among {', '.join(FIGURES)} and all.")
+    everything = "all" in names
+    chosen = {name: FIGURES.find(name) for name in (FIGURES if everything else names)}
     paths, written = [Path(run) for run in runs], list[Path]()
-    for name in FIGURES if "all" in names else dict.fromkeys(names):
+    for name, draw in chosen.items():
         try:
             with matplotlib.rc_context(STYLE):
-                asked = (paths, score) if name in SCORED else (paths,)
-                written += save_figure(FIGURES[name](*asked), Path(out) / f"figure-{name}")
+                written += save_figure(draw(paths, score), Path(out) / f"figure-{name}")
         except InputError as error:
-            if "all" not in names:
+            if not everything:
                 raise
             tell(f"Figure {name} is left out: {error}")
     return written
 
 
+@FIGURES.register("1")
 def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
-    """Figure 1, the idea: a masked patch whose place is certain, the same with noise, samples of positions, what it brings.
+    """The idea: a masked patch with a fixed position, with a stochastic one, samples of positions, and the gain.
 
     The last part needs runs with and without noise that were scored alike, and is left out without them.
     """
@@ -115,18 +124,17 @@ def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     panels = figure.subplots(1, len(ratios), gridspec_kw={"width_ratios": ratios})
     known, guessed, cloud = panels[:3]
     for axes in (known, guessed):
-        draw_image(axes, darkened(image, seen_patches(masks.context[0], run.grid), run.grid, dim=0.25))
+        draw_image(axes, darkened(image, masks.context[0], run.grid, dim=0.25))
     known.set(title="fixed position", xlabel="always its own ψ\n")
     mark_patch(known, patch, run.grid, size, ORANGE)
     guessed.set_title(f"stochastic, σ = {positions.sigma:g}")
     _draw_guesses(guessed, positions, patch, size)
     with torch.no_grad():
-        draw_clouds(cloud, positions, 200, seeded_generator("cpu", 0, "clouds"))
+        _draw_clouds(cloud, positions, 200, seeded_generator("cpu", 0, "clouds"))
     cloud.set(title="samples of four ψ̂", aspect="equal")
     if scores:
         _draw_bars(panels[3], *scores)
-    for axes, letter in zip(panels, "abcd", strict=False):
-        add_letter(axes, letter)
+    add_letters(figure.axes)
     return figure
 
 
@@ -135,41 +143,44 @@ def _nearest_to_the_paper(runs: Sequence[Path]) -> AnalysedRun:
     if not noisy:
         raise InputError("Figure 1 is about noise: name a run with stochastic positions and a sigma above 0.")
     usual = PositionsConfig().sigma
-    return open_run(min(noisy, key=lambda run: (noise_of(run.config).form != "tied", _ratio(run, usual))).path)
+
+    def distance(run: RunRecords) -> tuple[bool, float]:
+        noise = noise_of(run.config)
+        return noise.form != "tied", abs(math.log(noise.sigma / usual))
+
+    return open_run(min(noisy, key=distance).path)
 
 
-def _ratio(run: RunRecords, sigma: float) -> float:
-    return abs(math.log(noise_of(run.config).sigma / sigma))
-
-
-def _scores_beside(run: RunRecords, runs: Sequence[Path], score: str | None) -> tuple[str, dict[str, Spread]] | None:
-    """The accuracy of this kind of run and of those without noise; None where they cannot be compared."""
+def _scores_beside(
+    run: RunRecords, runs: Sequence[Path], score: str | None
+) -> tuple[ScoreKey, dict[str, Spread]] | None:
+    """Return the score of runs like this one and of runs without noise; None if they cannot be compared."""
     kinds = (noise_of(run.config), Noise("none", 0.0))
     records = [one for one in _records(runs, "1") if noise_of(one.config) in kinds]
     records = [one for one in records if one.config.positions.kind != "learned"]
     try:
         check_comparable(records)
-        accuracy = common_accuracy(records, score)
+        key = common_score(records, score)
     except InputError:
         if score is not None:
             raise
         return None
-    found = spreads_by_sigma(records, lambda one: one.accuracies()[accuracy])
+    found = spreads_by_sigma(records, lambda one: one.scores()[key])
     spreads = {_form(Noise(form, sigma)): value for form, by in found.items() for sigma, value in by.items()}
-    return (accuracy, spreads) if len(spreads) == 2 else None
+    return (key, spreads) if len(spreads) == 2 else None
 
 
-def _draw_bars(axes: Axes, accuracy: str, spreads: dict[str, Spread]) -> None:
+def _draw_bars(axes: Axes, score: ScoreKey, spreads: dict[str, Spread]) -> None:
     values = list(spreads.values())
     stds = [0.0 if math.isnan(value.std) else value.std for value in values]
     axes.bar(range(2), [value.mean for value in values], yerr=stds, color=[GREY, BLUE], width=0.6, capsize=3)
     names = [f"{name.removesuffix(' positions')}\nn = {value.count}" for name, value in spreads.items()]
     axes.set_xticks(range(2), names)
-    axes.set_ylabel(accuracy_label(accuracy))
+    axes.set_ylabel(score_label(score))
 
 
 def _draw_guesses(axes: Axes, positions: StochasticPositions, patch: int, size: Sequence[int]) -> None:
-    """Where samples seem to be: the patches whose fixed positions are most like them, the more often the more opaque."""
+    """Fill the patches whose fixed positions are most similar to samples, the more often the more opaque."""
     found = most_similar(positions, patch, seeded_generator("cpu", 0, "guesses"), draws=1000)
     shares = torch.bincount(found, minlength=math.prod(positions.grid)) / len(found)
     for place in shares.nonzero()[:, 0].tolist():
@@ -179,8 +190,30 @@ def _draw_guesses(axes: Axes, positions: StochasticPositions, patch: int, size: 
     axes.set_xlabel(f"most like its own ψ\nin {100 * shares[patch].item():.4g}% of draws")
 
 
+def _draw_clouds(axes: Axes, positions: StochasticPositions, draws: int, generator: torch.Generator) -> None:
+    """Draw samples of four positions on the grid of all means, in their first two principal directions."""
+    table = positions.table()
+    rows, columns = positions.grid
+    centre = table.mean(0)
+    _, _, directions = torch.linalg.svd(table - centre, full_matrices=False)
+    flat = (table - centre) @ directions[:2].T
+    net = flat.unflatten(0, positions.grid)
+    for line in (*net.unbind(0), *net.unbind(1)):
+        axes.plot(*line.T.tolist(), color=GREY, linewidth=0.6, zorder=1)
+    # One patch in from each corner, as far as the grid has room.
+    ends = [(min(1, (size - 1) // 2), size - 1 - min(1, (size - 1) // 2)) for size in (rows, columns)]
+    chosen = dict.fromkeys(row * columns + column for row in ends[0] for column in ends[1])
+    for patch, colour in zip(chosen, (BLUE, ORANGE, GREEN, VERMILION), strict=False):
+        drawn = positions.sample(torch.full((1, draws), patch), generator=generator)[0]
+        x, y = ((drawn - centre) @ directions[:2].T).T.tolist()
+        axes.scatter(x, y, s=4, alpha=0.4, color=colour, zorder=2)
+        axes.scatter(flat[patch, 0].item(), flat[patch, 1].item(), s=40, color=colour, edgecolor="black", zorder=3)
+    axes.set(title="samples of four positions", xlabel="first principal direction of ψ", ylabel="second")
+
+
+@FIGURES.register("3")
 def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
-    """Figure 3: accuracy against sigma, with a learned covariance and with a fixed one."""
+    """Accuracy against sigma, with a learned covariance (tied) and with a fixed one (identity)."""
     records = _records(runs, "3")
     forms = {noise_of(run.config).form for run in records}
     if not {"tied", "identity"} <= forms or len({noise_of(run.config).sigma for run in records} - {0.0}) < 2:
@@ -189,52 +222,53 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
             "and at least two values of positions.sigma."
         )
     check_comparable(records)
-    accuracy = common_accuracy(records, score)
+    key = common_score(records, score)
     figure = Figure(figsize=(NARROW + 0.4, 3.4), layout="constrained")
     axes = figure.subplots()
-    draw_against_sigma(axes, spreads_by_sigma(records, lambda run: run.accuracies()[accuracy]), bands=False)
-    axes.set_ylabel(accuracy_label(accuracy))
+    draw_against_sigma(axes, spreads_by_sigma(records, lambda run: run.scores()[key]), bands=False)
+    axes.set_ylabel(score_label(key))
     set_sigma_axis(axes, records)
     add_legend_below(figure, axes, 2, seeds_label(records))
     return figure
 
 
+@FIGURES.register("4")
 def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
-    """Figure 4: norms of A and m̃, and accuracy, against sigma."""
-    records = _records(runs, "4")
-    records = [run for run in records if noise_of(run.config).form in ("tied", "none")]
+    """Norms of A and m̃, and accuracy, against sigma."""
+    records = [run for run in _records(runs, "4") if noise_of(run.config).form in ("tied", "none")]
     if len({noise_of(run.config).sigma for run in records} - {0.0}) < 2:
         raise InputError(
             "Figure 4 is about sigma: name runs with stochastic positions, tied, of at least two values of positions.sigma."
         )
     check_comparable(records, forms=["tied"])
-    accuracy = common_accuracy(records, score)
+    key = common_score(records, score)
     panels: list[tuple[str, Callable[[RunRecords], float]]] = [
         (r"$\|A\|$ (Frobenius norm)", lambda run: run.newest("health/A_norm")),
         (r"$\|\tilde{m}\|$ (mask token)", lambda run: run.newest("health/mask_token_norm")),
-        (accuracy_label(accuracy), lambda run: run.accuracies()[accuracy]),
+        (score_label(key), lambda run: run.scores()[key]),
     ]
     figure = Figure(figsize=(WIDE, 2.6), layout="constrained")
-    for axes, letter, (label, measure) in zip(figure.subplots(1, 3), "abc", panels, strict=True):
+    for axes, (label, measure) in zip(figure.subplots(1, 3), panels, strict=True):
         draw_against_sigma(axes, spreads_by_sigma(records, measure))
         axes.set_ylabel(label)
         set_sigma_axis(axes, records)
-        add_letter(axes, letter)
+    add_letters(figure.axes)
     add_legend_below(figure, figure.axes[0], 2, seeds_label(records))
     return figure
 
 
-def similarity_figure(runs: Sequence[Path]) -> Figure:
-    """Figure 5: cosines of a query position to all fixed ones: without noise, one sample, and the mean of many."""
+@FIGURES.register("5")
+def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
+    """Cosines of a position to all fixed ones: without noise, of one sample, and averaged over many."""
     noisy = _side_by_side(runs, "5")
-    grid, queries = noisy[0].grid, _queries(noisy[0].grid)
-    titles = [
-        "without\nnoise",
-        *(f"{_label(run)}\n{kind}" for run in noisy for kind in ("one sample", f"mean of {QUERY_DRAWS}")),
-    ]
-    figure = Figure(
-        figsize=(1.2 + 1.02 * len(titles), 0.7 + 1.02 * grid[0] / grid[1] * len(queries)), layout="constrained"
-    )
+    grid = rows, columns = noisy[0].grid
+    # Near a corner, in the middle, and at the lower edge.
+    places = [(rows // 5, columns // 5), (rows // 2, columns // 2), (rows - 1, columns * 3 // 4)]
+    queries = [row * columns + column for row, column in places]
+    titles = ["without\nnoise"]
+    titles += [f"{_label(run)}\n{kind}" for run in noisy for kind in ("one sample", f"mean of {QUERY_DRAWS}")]
+    size = (1.2 + 1.02 * len(titles), 0.7 + 1.02 * rows / columns * len(queries))
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(queries), len(titles), squeeze=False)
     maps = [
         [similarity_maps(run.objective.positions, query, _generator(run), QUERY_DRAWS) for run in noisy]
@@ -245,17 +279,18 @@ def similarity_figure(runs: Sequence[Path]) -> Figure:
     for query, line, row in zip(queries, panels, drawn, strict=True):
         for axes, values in zip(line, row, strict=True):
             picture = axes.imshow(values.numpy(), cmap="viridis", vmin=lowest, vmax=1)
-            without_ticks(axes)
+            remove_ticks(axes)
             mark_patch(axes, query, grid, grid, "white")
-        line[0].set_ylabel(f"row {query // grid[1] + 1}\ncolumn {query % grid[1] + 1}", fontsize=8)
+        line[0].set_ylabel(f"row {query // columns + 1}\ncolumn {query % columns + 1}", fontsize=8)
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title, fontsize=8)
     figure.colorbar(picture, ax=panels, label="cosine similarity to ψ", shrink=0.8, aspect=30)
     return figure
 
 
-def predictions_figure(runs: Sequence[Path], n_images: int = 4) -> Figure:
-    """Figure 6: for one masked patch of each image, how like the prediction is to the features of all patches."""
+@FIGURES.register("6")
+def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
+    """For a masked patch of each image, how similar its prediction is to the features of all patches."""
     chosen = _side_by_side(runs, "6", noise=False)
     objectives = [feature_objective(run.objective) for run in chosen]
     for run in chosen[1:]:
@@ -264,23 +299,23 @@ def predictions_figure(runs: Sequence[Path], n_images: int = 4) -> Figure:
                 f"{chosen[0].path} was trained on '{chosen[0].config.data}' and {run.path} on '{run.config.data}': figure 6 "
                 "compares runs on the same images."
             )
-    images, masks = sample_images(chosen[0], n_images), sample_masks(chosen[0], n_images)
+    images, masks, grid = sample_images(chosen[0], N_IMAGES), sample_masks(chosen[0], N_IMAGES), chosen[0].grid
     titles = ["image", "context", *(_label(run) for run in chosen)]
     height, width = chosen[0].config.encoder.image_size
     figure = Figure(figsize=(0.9 + 1.2 * len(titles), 0.4 + 1.2 * height / width * len(images)), layout="constrained")
     panels = figure.subplots(len(images), len(titles), squeeze=False)
     for number, (image, line) in enumerate(zip(images, panels, strict=True)):
         own, size = masks[number : number + 1], image.shape[1:]
-        patch = central_target(own, chosen[0].grid)
+        patch = central_target(own, grid)
         draw_image(line[0], image)
-        draw_image(line[1], darkened(image, seen_patches(own.context[0], chosen[0].grid), chosen[0].grid))
-        mark_patch(line[1], patch, chosen[0].grid, size, "white")
+        draw_image(line[1], darkened(image, own.context[0], grid))
+        mark_patch(line[1], patch, grid, size, "white")
         for axes, objective in zip(line[2:], objectives, strict=True):
             heat = prediction_map(objective, image, own, patch)
             relative = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-12)
             picture = axes.imshow(relative.numpy(), cmap="magma", vmin=0, vmax=1)
-            without_ticks(axes)
-            mark_patch(axes, patch, chosen[0].grid, chosen[0].grid, "white")
+            remove_ticks(axes)
+            mark_patch(axes, patch, grid, grid, "white")
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title, fontsize=8)
     label = "softmax of cosines, lowest to highest of each map"
@@ -288,36 +323,156 @@ def predictions_figure(runs: Sequence[Path], n_images: int = 4) -> Figure:
     return figure
 
 
-def covariance_figure(runs: Sequence[Path]) -> Figure:
-    """Not in the paper: the spectrum of Σ, the frequencies that its noise goes to, and the noise over training."""
+@FIGURES.register("covariance")
+def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
+    """The spectrum of Σ, the frequencies of its noise, and the noise over training."""
     noisy = _side_by_side(runs, "covariance")
     figure = Figure(figsize=(WIDE, 2.6 + 0.16 * len(noisy)), layout="constrained")
     spectra, waves, history = figure.subplots(1, 3)
     for run, colour, marker in zip(noisy, SERIES, MARKERS, strict=False):
-        positions, past = run.objective.positions, noise_history(run.metrics)
+        positions = run.objective.positions
         assert isinstance(positions, StochasticPositions)
-        spectrum, told = noise_spectrum(positions), identified(positions, _generator(run))
+        spectrum, found = noise_spectrum(positions), identified(positions, _generator(run))
         rank = f"effective rank {spectrum.effective_rank:.1f} of {len(spectrum.eigenvalues)}"
-        label = f"{_label(run)}: {rank}; best decoder finds the patch in {100 * told:.0f}%"
+        label = f"{_label(run)}: {rank}; best decoder finds the patch in {100 * found:.0f}%"
         order = range(1, len(spectrum.eigenvalues) + 1)
         spectra.plot(order, spectrum.eigenvalues.clamp(min=1e-12).tolist(), color=colour, label=label)
         if spectrum.by_frequency is not None and spectrum.frequencies is not None:
             for values, dashes in zip(spectrum.by_frequency, ("-", "--"), strict=True):
                 x, y = spectrum.frequencies.tolist(), values.tolist()
                 waves.plot(x, y, color=colour, linestyle=dashes, marker=marker, markersize=2.5, linewidth=1.2)
-        history.plot(past.steps, past.noise_to_signal, color=colour)
+        past = [line for line in run.metrics if "health/noise_to_signal" in line]
+        history.plot([line["step"] for line in past], [line["health/noise_to_signal"] for line in past], color=colour)
     spectra.set(xlabel="direction, by variance", ylabel="variance (eigenvalue of Σ)", yscale="log")
-    waves.set(xlabel="frequency (radians / patch)", ylabel=f"variance of a feature\n{AXES[0]} –, {AXES[1]} - -")
+    waves.set(xlabel="frequency (radians / patch)", ylabel="variance of a feature\ncolumns –, rows - -")
     waves.set(xscale="log", yscale="log")
-    # Their range is often less than a power of ten, where the usual ticks are none or too many.
+    # The range is often less than a power of ten, for which the default ticks are none or too many.
     waves.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
     waves.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     waves.yaxis.set_minor_formatter(NullFormatter())
     history.set(xlabel="training step", ylabel=r"noise to signal, $\|An\|\,/\,\|\psi\|$")
     history.set_ylim(bottom=0)
-    for axes, letter in zip((spectra, waves, history), "abc", strict=True):
-        add_letter(axes, letter)
+    add_letters((spectra, waves, history))
     add_legend_below(figure, spectra, 1)
+    return figure
+
+
+@FIGURES.register("theory")
+def theory_figure(runs: Sequence[Path] = (), score: str | None = None) -> Figure:
+    """Both propositions of the paper by simulation; needs no runs."""
+    figure = Figure(figsize=(WIDE, 5.4), layout="constrained")
+    (flat, peaked), (gradients, norms) = figure.subplots(2, 2)
+    _draw_smoothing(flat, theory.uniform_prior(6.0), 8.0, "positions uniform from -6 to 6")
+    for border in (-6, 6):
+        flat.axvline(border, color=GREY, linewidth=0.8, linestyle=":")
+    _draw_smoothing(peaked, theory.normal_prior(1.0), 3.0, "positions normal, standard deviation 1")
+    figure.legend(*flat.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    _draw_zero_gradients(gradients)
+    _draw_toy_norms(norms)
+    add_letters((flat, peaked, gradients, norms))
+    return figure
+
+
+def _draw_smoothing(axes: Axes, prior: theory.Prior, reach: float, title: str) -> None:
+    noisy = torch.linspace(-reach, reach, 401, dtype=torch.float64)
+    network, points = theory.train_predictor(theory.square_wave, prior, steps=2000), noisy[::16]
+    smooth = theory.convolution(theory.square_wave, noisy)
+    optimum = theory.optimal_predictor(theory.square_wave, prior, noisy)
+    curves: list[tuple[str, Tensor, dict[str, Any]]] = [
+        ("clean, E[Y | X = r]", theory.square_wave(noisy), {"color": GREY, "linewidth": 1}),
+        ("proposition 1: clean ∗ Gaussian", smooth, {"color": ORANGE, "linestyle": "--"}),
+        ("optimum, E[Y | R = r]", optimum, {"color": BLUE, "linewidth": 2.5}),
+    ]
+    for label, values, style in curves:
+        axes.plot(noisy.numpy(), values.numpy(), label=label, **style)
+    dots: dict[str, Any] = {"color": BLACK, "linestyle": "none", "marker": "o", "markersize": 3}
+    axes.plot(points.numpy(), network(points).numpy(), label="trained network", **dots)
+    axes.set(title=title, xlabel="noisy position r = x + z, z of unit variance", ylabel="prediction")
+
+
+def _draw_zero_gradients(axes: Axes) -> None:
+    counts = [10**power for power in (2, 3, 4, 5)]
+    kinds = {"tied": (BLUE, "-", 5.0), "untied": (VERMILION, "-", 5.0), "deterministic": (BLACK, ":", 2.5)}
+    for informative, marker in ((True, "o"), (False, "^")):
+        found = [theory.gradients_at_zero(theory.ToyTask(informative=informative), count) for count in counts]
+        for name, (colour, dashes, size) in kinds.items():
+            norms = [getattr(one, name).norm().item() for one in found]
+            axes.plot(counts, norms, color=colour, linestyle=dashes, marker=marker, markersize=size)
+        axes.plot([], [], color=GREY, marker=marker, linestyle="none", label=_context_label(informative))
+    for name, (colour, dashes, _) in kinds.items():
+        axes.plot([], [], color=colour, linestyle=dashes, label=name.replace("deterministic", "without noise"))
+    axes.set(xscale="log", yscale="log", xlabel="samples in the estimate", ylabel="norm of the gradient at A = 0")
+    axes.set_ylim(bottom=3e-4)
+    axes.legend(loc="lower left", ncols=2, columnspacing=1.0)
+
+
+def _context_label(informative: bool) -> str:
+    return "context matters" if informative else "context irrelevant"
+
+
+def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
+    cases: list[tuple[theory.Tying, bool, str]] = [
+        ("tied", True, BLUE),
+        ("untied", True, VERMILION),
+        ("tied", False, SKY),
+    ]
+    for tying, informative, colour in cases:
+        task = theory.ToyTask(informative=informative)
+        histories = [theory.train_toy(task, tying, seed=seed) for seed in range(seeds)]
+        norms = torch.tensor([history.noise_norm for history in histories])
+        mean, std = norms.mean(0).numpy(), norms.std(0).numpy()
+        axes.plot(histories[0].steps, mean, color=colour, label=f"{tying}, {_context_label(informative)}")
+        axes.fill_between(histories[0].steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
+    axes.set(xlabel="training step", ylabel=r"$\|A\|$ of the noise")
+    axes.set_ylim(bottom=0)
+    axes.legend(title=f"mean ± s.d., {seeds} seeds", title_fontsize=8)
+
+
+@FIGURES.register("loss")
+def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
+    """Loss, learning rate and effective rank of the target features over training."""
+    records = _records(runs, "loss")
+    figure = Figure(figsize=(WIDE, 4.2), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    rate = upper.twinx()
+    for run, colour in zip(records, SERIES, strict=False):
+        for axes, name, style in (
+            (upper, "loss", {"color": colour, "label": run.name}),
+            (rate, "lr", {"color": GREY, "linestyle": "--"}),
+            (lower, "health/rankme", {"color": colour, "marker": "o", "markersize": 3}),
+        ):
+            lines = [line for line in run.metrics if name in line]
+            axes.plot([line["step"] for line in lines], [line[name] for line in lines], **style)
+    upper.set_ylabel("loss")
+    rate.set_ylabel("learning rate (dashed)", color="#666666")
+    lower.set(xlabel="step", ylabel="RankMe of target features")
+    for axes in (upper, rate, lower):
+        axes.set_ylim(bottom=0)
+    if len(records) > 1:
+        add_legend_below(figure, upper, 3)
+    return figure
+
+
+@FIGURES.register("positions")
+def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
+    """Samples of four positions of one run, and the similarity of the middle one to all fixed positions."""
+    run = _nearest_to_the_paper(runs)
+    positions = run.objective.positions
+    assert isinstance(positions, StochasticPositions)
+    rows, columns = positions.grid
+    middle = rows // 2 * columns + columns // 2
+    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    cloud, *panels = figure.subplots(1, 4, gridspec_kw={"width_ratios": [1.5, 1, 1, 1]})
+    with torch.no_grad():
+        _draw_clouds(cloud, positions, 200, seeded_generator("cpu", 0, "clouds"))
+    maps = similarity_maps(positions, middle, _generator(run), QUERY_DRAWS)
+    lowest = maps.fixed.min().item()
+    titles = ("fixed position", "one sample", f"mean of {QUERY_DRAWS} samples")
+    for axes, values, title in zip(panels, (maps.fixed, maps.sample, maps.mean), titles, strict=True):
+        axes.imshow(values.numpy(), cmap="viridis", vmin=lowest, vmax=1)
+        remove_ticks(axes)
+        mark_patch(axes, middle, positions.grid, positions.grid, "white")
+        axes.set_title(f"{title}\ncosine to all ψ, {lowest:.2f} to 1")
     return figure
 
 
@@ -328,9 +483,10 @@ def _records(runs: Sequence[Path], figure: str) -> list[RunRecords]:
 
 
 def _side_by_side(runs: Sequence[Path], figure: str, noise: bool = True) -> list[AnalysedRun]:
-    """One run of every kind, the lowest seed's, with little noise before much; of too many kinds evenly spaced ones.
+    """Open one run of every kind, the one with the lowest seed, in order of increasing noise.
 
-    Of too many kinds those of the paper come first: tied, and without noise. `noise`: none but runs with noise.
+    Of too many kinds, those of the paper (tied, and without noise) are preferred, evenly spaced. `noise`: only runs with
+    noise.
     """
     records = _records(runs, figure)
     check_same_grid(records)
@@ -353,7 +509,7 @@ def _has_noise(run: RunRecords) -> bool:
 
 
 def _label(run: RunRecords) -> str:
-    """What a run is called in a figure: its noise, and the tokens that it goes to if those are not the paper's."""
+    """Return a run's name in a figure: its noise, and the tokens that have it unless they are the masked ones."""
     noise, tokens = noise_of(run.config), run.config.positions.apply_to
     if noise.form == "none":
         return "learned positions" if run.config.positions.kind == "learned" else "fixed positions"
@@ -369,21 +525,3 @@ def _form(noise: Noise) -> str:
 
 def _generator(run: AnalysedRun) -> torch.Generator:
     return seeded_generator("cpu", run.config.seed, "figure")
-
-
-def _queries(grid: Grid) -> list[int]:
-    """Three patches: near a corner, in the middle, and at the lower edge."""
-    rows, columns = grid
-    places = [(rows // 5, columns // 5), (rows // 2, columns // 2), (rows - 1, columns * 3 // 4)]
-    return [row * columns + column for row, column in places]
-
-
-FIGURES: dict[str, Callable[..., Figure]] = {
-    "1": idea_figure,
-    "3": learned_covariance_figure,
-    "4": sigma_figure,
-    "5": similarity_figure,
-    "6": predictions_figure,
-    "covariance": covariance_figure,
-    "theory": theory_figure,
-}

@@ -1,4 +1,4 @@
-"""Runs opened to be looked at: what was asked for, what was measured, the model as it was saved last; and runs by groups."""
+"""Runs opened for analysis: config, status, metrics, scores and newest weights; and runs compared in groups."""
 
 import dataclasses
 import json
@@ -6,25 +6,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from stop_mim.data.image_source import digest
 from stop_mim.errors import InputError
-from stop_mim.evaluation.plan import CLEVR_LABELS
-from stop_mim.evaluation.results import RESULTS_FILE, is_accuracy, read_results
+from stop_mim.evaluation.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
 from stop_mim.training.build import build_objective
-from stop_mim.training.checkpoint import Checkpoint, read_checkpoint
+from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
-# The paper's protocol first, then others with labels, then what was measured while training.
-PREFERRED = ("low-shot/1%/top1", "low-shot/", "linear_sgd/top1", "linear/top1", "finetune", "knn/", "", "probe/linear")
-# Fields of a configuration that change nothing of what is learned.
+# Tasks in the order in which figures prefer them: the paper's protocol first. Scores measured while training come last.
+PREFERRED_TASKS = ("low-shot", "linear-sgd", "linear", "finetune", "finetune-low-shot", "knn")
+PAPERS_AMOUNT = "1%"
+ONLINE = ("probe/linear_top1", "probe/knn_top1")
+# Config fields that do not change what is learned.
 INCIDENTAL = {"out", "seed", "stop_after_steps"}
 INCIDENTAL_GROUPS = ("speed.", "log.", "checkpoint.")
-# Those that say what noise there is, and those that without any say nothing.
+# Fields that describe the noise, and those without meaning where there is none.
 NOISE = {"positions.kind", "positions.sigma", "positions.covariance"}
 NOISE_DETAILS = {f"positions.{name}" for name in ("sigma_start", "sigma_schedule", "apply_to", "conditioned")}
 
@@ -32,15 +32,59 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
+class Status:
+    """How far a run has come, as its status.json says; "unknown" for a run without that file."""
+
+    state: Literal["running", "stopped", "finished", "failed", "unknown"] = "unknown"
+    step: int = 0
+    total_steps: int | None = None
+    message: str = ""
+    updated: str = ""
+
+
+def read_status(path: Path) -> Status:
+    """Read the status of a run directory."""
+    try:
+        found = json.loads((path / "status.json").read_text())
+        return Status(**{field.name: found[field.name] for field in dataclasses.fields(Status)})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return Status()
+
+
+@dataclass(frozen=True)
+class ScoreKey:
+    """What a score measures: equal keys are scores that were measured in the same way."""
+
+    name: str
+    """As `figure --score` takes it, such as low-shot/1%/top1."""
+    data: str = ""
+    measurement: tuple[str, ...] = ()
+    rank: int | None = len(PREFERRED_TASKS) + 2
+    """Place in the order of preference, lowest first; None: only if asked for."""
+
+
+def score_key(evaluation: Evaluation, score: Score) -> ScoreKey:
+    """Return the key of a score of an evaluation."""
+    rank = (
+        PREFERRED_TASKS.index(evaluation.task) + 1 if evaluation.task in PREFERRED_TASKS else len(PREFERRED_TASKS) + 1
+    )
+    if rank == 1 and score.variant.get("amount") == PAPERS_AMOUNT:
+        rank = 0
+    default = score.metric == "top1" and score.headline
+    measurement = (*evaluation.measurement(), score.name)
+    return ScoreKey(evaluation.name_of(score), evaluation.data, measurement, rank if default else None)
+
+
+@dataclass(frozen=True)
 class RunRecords:
-    """What a run's folder tells without its weights."""
+    """What a run directory holds besides weights."""
 
     path: Path
     config: TrainConfig
     metrics: list[dict[str, float]]
     """The lines of metrics.jsonl, oldest first."""
-    results: list[dict[str, Any]]
-    """The evaluations of results.json, if there is one."""
+    results: list[Evaluation]
+    status: Status = Status()
 
     @property
     def name(self) -> str:
@@ -55,87 +99,75 @@ class RunRecords:
 
     @property
     def last_step(self) -> int:
-        """The last step that was recorded."""
+        """The last step in the metrics."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, from its status or else from the steps per epoch in its metrics."""
+        last = next((line for line in reversed(self.metrics) if line.get("epoch")), None)
+        counted = None if last is None else round(last["step"] / last["epoch"] * self.config.optim.epochs)
+        return self.status.total_steps or counted
+
     def newest(self, name: str) -> float:
-        """The newest value of a measurement."""
+        """Return the newest value of a measurement."""
         values = [line[name] for line in self.metrics if name in line]
         if not values:
             raise InputError(
-                f"The run {self.path} has no '{name}' in its metrics.jsonl: train it further, or leave it out."
+                f"The run {self.path} has no '{name}' in its metrics.jsonl: train it further or leave it out."
             )
         return values[-1]
 
-    def accuracies(self) -> dict[str, float]:
-        """Top-1 accuracies in percent by what they are: those of results.json, then those of the probe of the training.
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations of the run's encoder, without those of single checkpoints."""
+        return [one for one in self.results if Path(one.encoder).parent.name != "checkpoints"]
 
-        A name has the label, the data and the protocol in it, so that the same name is the same measurement.
-        """
-        found = {}
-        for evaluation in self.results:
-            about = [evaluation[key] for key in ("label", "data") if evaluation.get(key) not in (None, "", "class")]
-            about.append(f"protocol {digest([json.dumps(evaluation.get('protocol'), sort_keys=True)])}")
-            for name, value in evaluation["metrics"].items():
-                of_one_draw = name.startswith("low-shot/") and "@" in name
-                if is_accuracy(name) and "top1" in name and not of_one_draw:
-                    found[", ".join([name, *about])] = value
-        probed = [line for line in self.metrics if "probe/linear_top1" in line]
-        return found | {name: probed[-1][name] for name in ("probe/linear_top1", "probe/knn_top1") if probed}
+    def scores(self) -> dict[ScoreKey, float]:
+        """Return the scores of the run's encoder and the newest ones of the online probe."""
+        found = {score_key(one, score): score.value for one in self.evaluations for score in one.scores}
+        online = [name for name in ONLINE if any(name in line for line in self.metrics)]
+        return found | {ScoreKey(name): self.newest(name) for name in online}
 
 
 @dataclass(frozen=True)
 class AnalysedRun(RunRecords):
     """A run with the model of its newest checkpoint, in evaluation mode, on the CPU."""
 
-    objective: Objective
-    step: int
+    objective: Objective = dataclasses.field(kw_only=True)
+    step: int = dataclasses.field(kw_only=True)
     """The step of the checkpoint."""
 
 
 def read_records(path: str | Path) -> RunRecords:
-    """What a folder tells of its run; a folder without one is an InputError."""
+    """Read a run directory; one without a run is an InputError."""
     path = Path(path)
-    config = RunFolder(path).config()
-    return RunRecords(path, config, read_metrics(path), read_results(path / RESULTS_FILE))
+    results = read_results(path / RESULTS_FILE)
+    return RunRecords(path, RunFolder(path).config(), read_metrics(path), results, read_status(path))
 
 
 def open_run(path: str | Path) -> AnalysedRun:
-    """The run of a folder, with its newest weights; one without checkpoints is an InputError."""
+    """Read a run directory and the model of its newest checkpoint; one without checkpoints is an InputError."""
     records = read_records(path)
     newest = RunFolder(records.path).newest_checkpoint()
     if newest is None:
         raise InputError(f"The run {path} has no checkpoint: train it until it has saved one, or leave it out.")
     checkpoint = read_checkpoint(newest)
-    objective = new_objective(records)
-    load_weights(objective, checkpoint, newest)
-    fields = {field.name: getattr(records, field.name) for field in dataclasses.fields(records)}
-    return AnalysedRun(**fields, objective=objective, step=checkpoint.step)
-
-
-def new_objective(records: RunRecords) -> Objective:
-    """The run's model without its weights."""
-    last = next((line for line in reversed(records.metrics) if line.get("epoch")), None)
-    # Schedules of sigma are functions of the whole run's steps, which depend on how many images there were.
-    total = 1 if last is None else round(last["step"] / last["epoch"] * records.config.optim.epochs)
-    return build_objective(records.config, max(1, total)).eval()
-
-
-def load_weights(objective: Objective, checkpoint: Checkpoint, path: Path) -> None:
-    """Put a checkpoint's weights, and sigma as it was there, into a model."""
+    # Schedules of sigma depend on the number of steps of the whole run.
+    objective = build_objective(records.config, max(1, records.total_steps or 1)).eval()
     weights = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
     try:
         objective.load_state_dict(weights, strict=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise InputError(
-            f"The checkpoint {path} does not fit its run's configuration ({reason}): restore it."
-        ) from error
+        raise InputError(f"The checkpoint {newest} does not fit its run's config ({reason}): restore it.") from error
     objective.positions.set_step(max(0, checkpoint.step - 1))
+    fields = {field.name: getattr(records, field.name) for field in dataclasses.fields(records)}
+    return AnalysedRun(**fields, objective=objective, step=checkpoint.step)
 
 
 def check_same_grid(runs: Sequence[RunRecords]) -> None:
-    """Refuse to compare runs whose images are cut into different patches."""
+    """Raise InputError if the images of runs are cut into different numbers of patches."""
     for run in runs[1:]:
         if run.grid != runs[0].grid:
             (rows, columns), (other_rows, other_columns) = runs[0].grid, run.grid
@@ -147,14 +179,14 @@ def check_same_grid(runs: Sequence[RunRecords]) -> None:
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of a run's positions, by the form of its covariance and by sigma; "none" and 0 where there is none."""
+    """The noise of a run's positions: the form of its covariance and sigma; "none" and 0 without noise."""
 
     form: str
     sigma: float
 
 
 def noise_of(config: TrainConfig) -> Noise:
-    """What noise a configuration asks for."""
+    """Return the noise that a config asks for."""
     positions = config.positions
     if positions.kind == "jittered":
         return Noise("jittered", positions.jitter_scale)
@@ -163,12 +195,14 @@ def noise_of(config: TrainConfig) -> Noise:
 
 
 def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = None) -> None:
-    """Refuse runs that differ in more than their noise and seed, that stand at different steps, or that are given twice.
+    """Raise InputError for runs that differ in more than noise and seed, are at different steps, or are given twice.
 
-    `forms` are the covariances that a comparison is about; not given: any. Fixed sine-cosine positions always belong to it.
+    Args:
+        runs: runs with stochastic or fixed sine-cosine positions.
+        forms: the covariances that are compared; None: any.
     """
     check_same_grid(runs)
-    # Two runs with noise are held to more than a run without any, which could be like either.
+    # Two runs with noise must agree in more fields than a run without noise can.
     first = next((run for run in runs if noise_of(run.config).form != "none"), runs[0])
     seen: dict[tuple[Noise, int], RunRecords] = {}
     for run in runs:
@@ -180,12 +214,12 @@ def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = N
             )
         if fields := _differences(first.config, run.config):
             raise InputError(
-                f"{first.path} and {run.path} differ in {fields[0]}: compare runs that differ in their noise and seed alone."
+                f"{first.path} and {run.path} differ in {fields[0]}: compare runs that differ in noise and seed alone."
             )
         if run.last_step != first.last_step:
             raise InputError(
-                f"{first.path} stands at step {first.last_step} and {run.path} at step {run.last_step}: finish both, or "
-                "leave one out."
+                f"{first.path} is at step {first.last_step} and {run.path} at step {run.last_step}: finish both, or leave "
+                "one out."
             )
         same = seen.setdefault((noise, run.config.seed), run)
         if same is not run:
@@ -193,69 +227,66 @@ def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = N
 
 
 def _differences(one: TrainConfig, other: TrainConfig) -> list[str]:
-    """Fields in which two configurations differ, but for those that say what noise there is or change nothing."""
+    """Return the fields in which two configs differ, except those about noise and those that change nothing."""
     silent = "none" in (noise_of(one).form, noise_of(other).form)
     free = INCIDENTAL | NOISE | (NOISE_DETAILS if silent else set())
-    ours, theirs = dict(_flat(dataclasses.asdict(one))), dict(_flat(dataclasses.asdict(other)))
+    ours, theirs = flat_fields(one), flat_fields(other)
     differing = [name for name, value in ours.items() if theirs[name] != value and name not in free]
     return [name for name in differing if not name.startswith(INCIDENTAL_GROUPS)]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def flat_fields(config: TrainConfig) -> dict[str, Any]:
+    """Return all fields of a config by their names on the command line, such as optim.lr."""
+
+    def walk(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    return dict(walk(dataclasses.asdict(config), ""))
 
 
-def common_accuracy(runs: Sequence[RunRecords], score: str | None = None) -> str:
-    """The name of an accuracy that all runs have: the one that is asked for, or the nearest to the paper's protocol."""
-    names = [name for name in runs[0].accuracies() if all(name in run.accuracies() for run in runs)]
-    if not names:
-        lacking = next((run for run in runs if not run.accuracies()), runs[-1])
-        raise InputError(
-            f"The run {lacking.path} shares no top-1 accuracy with the others: evaluate all of them alike with 'stop-mim "
-            "evaluate', or train them with probe.data."
-        )
-    asked = [name for name in names if score is None or score in (name, *_short_names(name))]
-    if not asked:
-        known = ", ".join(dict.fromkeys(_short_names(name)[-1] for name in names))
-        raise InputError(f"The runs do not all have the score '{score}': choose one of {known}.")
-    return min(asked, key=_preference)
-
-
-def _short_names(name: str) -> list[str]:
-    """What an accuracy may be called: linear/top1, or distance/linear/top1, as in a sweep's summary, where it has a label."""
-    metric, *about = name.split(", ")
-    return [metric, *(f"{label}/{metric}" for label in about[:1] if label in CLEVR_LABELS)]
-
-
-def _preference(name: str) -> int:
-    fits = [number for number, start in enumerate(PREFERRED) if start and name.startswith(start)]
-    others = PREFERRED.index("probe/linear") + 1 if name.startswith("probe/") else PREFERRED.index("")
-    return min(fits, default=others)
+def common_score(runs: Sequence[RunRecords], name: str | None = None) -> ScoreKey:
+    """Return the score of that name, or else the top-1 accuracy nearest to the paper's protocol, that all runs have."""
+    if name is None:
+        usual = {key: key.rank for key in runs[0].scores() if key.rank is not None}
+        common = {key: rank for key, rank in usual.items() if all(key in run.scores() for run in runs)}
+        if not common:
+            lacking = next((run for run in runs if not run.scores()), runs[-1])
+            raise InputError(
+                f"The run {lacking.path} shares no top-1 accuracy with the others: evaluate all of them alike with 'stop-mim "
+                "evaluate', or train them with probe.data."
+            )
+        return min(common, key=lambda key: common[key])
+    key = ScoreKey(name) if name in ONLINE else score_key(*find_score(runs[0].evaluations, name))
+    for run in runs:
+        if key not in run.scores():
+            raise InputError(
+                f"The run {run.path} has no score '{name}' that was measured alike: evaluate all runs alike."
+            )
+    return key
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over seeds."""
+    """Mean and unbiased standard deviation over seeds; the deviation of one value is nan."""
 
     mean: float
     std: float
-    """The standard deviation over seeds; nan where there is but one."""
     count: int
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and (unbiased) standard deviation."""
+    """Return the spread of values."""
     mean = math.fsum(values) / len(values)
     squares = math.fsum((value - mean) ** 2 for value in values)
     return Spread(mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else math.nan, len(values))
 
 
 def grouped(runs: Sequence[RunRecords], key: Callable[[RunRecords], Key]) -> dict[Key, list[RunRecords]]:
-    """Runs by what they have in common, in the order in which the groups appear."""
+    """Group runs by a key, in the order in which the keys appear."""
     groups: dict[Key, list[RunRecords]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
@@ -265,7 +296,7 @@ def grouped(runs: Sequence[RunRecords], key: Callable[[RunRecords], Key]) -> dic
 def spreads_by_sigma(
     runs: Sequence[RunRecords], measure: Callable[[RunRecords], float]
 ) -> dict[str, dict[float, Spread]]:
-    """A measurement over seeds, by the form of the noise and then by sigma, from the lowest."""
+    """Return a measurement's spread over seeds, by the form of the noise and then by sigma, in increasing order."""
     groups = grouped(runs, lambda run: noise_of(run.config))
     found: dict[str, dict[float, Spread]] = {}
     for noise in sorted(groups, key=lambda noise: noise.sigma):

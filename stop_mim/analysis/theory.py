@@ -1,13 +1,13 @@
-"""The paper's two propositions, by simulation: noisy positions make predictions smooth, and tying A keeps it from zero.
+"""The paper's two propositions by simulation: noisy positions smooth predictions, and tying A keeps it from vanishing.
 
-Proposition 1 as written holds for positions of a flat prior alone: in general the smoothed values are weighted by where
-positions lie. Tied, the gradient at A = 0 is exactly that of the model without noise; untied it is zero whatever the data.
+Proposition 1 as written holds only for a flat prior of positions: in general the smoothed values are weighted by the
+prior. Tied, the gradient at A = 0 is exactly that of the model without noise; untied it is zero for any data.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,101 +19,79 @@ from stop_mim.seeds import derive_seed, seeded_generator
 Clean = Callable[[Tensor], Tensor]
 Tying = Literal["tied", "untied", "deterministic"]
 
-# So far from its middle, in standard deviations, a Gaussian is nothing in double precision.
+# Number of standard deviations beyond which a Gaussian is negligible in double precision.
 REACH = 8.0
 
 
 def square_wave(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """A wave of period 2π with steep flanks: what E[Y | X = x] is in the simulation, and what smoothing changes most."""
+    """Return a smoothed square wave of period 2π: E[Y | X = x] in the simulation."""
     return torch.tanh(6 * torch.sin(x))
 
 
 @dataclass(frozen=True)
 class Prior:
-    """Where positions lie: points and the chance of each, as patches have it."""
+    """The distribution of positions: points and their probabilities."""
 
     points: Float[Tensor, " n"]
     weights: Float[Tensor, " n"]
 
     def sample(self, count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
-        """Positions drawn from it."""
+        """Draw positions."""
         chances = torch.rand(count, generator=generator, dtype=torch.float64) * self.weights.sum()
         return self.points[torch.searchsorted(self.weights.cumsum(0), chances).clamp(max=len(self.points) - 1)]
 
 
 def uniform_prior(half_width: float, n_points: int = 1201) -> Prior:
-    """Every place from -half_width to half_width alike."""
+    """Return the uniform distribution on [-half_width, half_width]."""
     points = torch.linspace(-half_width, half_width, n_points, dtype=torch.float64)
     return Prior(points, torch.full_like(points, 1 / n_points))
 
 
 def normal_prior(std: float, n_points: int = 1201) -> Prior:
-    """Places near zero more often than others."""
+    """Return the normal distribution with mean zero."""
     points = torch.linspace(-REACH * std, REACH * std, n_points, dtype=torch.float64)
     return Prior(points, torch.softmax(-0.5 * (points / std).square(), 0))
 
 
 def convolution(clean: Clean, noisy: Float[Tensor, " n"], noise_std: float = 1.0) -> Float[Tensor, " n"]:
-    """Proposition 1 as the paper writes it: the clean values, convolved with the density of the noise."""
+    """Return the clean values convolved with the density of the noise: proposition 1 as the paper writes it."""
     z = torch.linspace(-REACH, REACH, 1001, dtype=torch.float64)
     weights = torch.softmax(-0.5 * z.square(), 0)
     return clean(noisy.double()[:, None] + noise_std * z) @ weights
 
 
-def optimal_predictor(
-    clean: Clean, prior: Prior, noisy: Float[Tensor, " n"], noise_std: float = 1.0
-) -> Float[Tensor, " n"]:
-    """E[Y | R = r] for R = X + Z: the clean values, weighted by the density of the noise and by the prior of X.
+def optimal_predictor(clean: Clean, prior: Prior, noisy: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return E[Y | R = r] for R = X + Z, Z ~ N(0, 1): the clean values weighted by the noise's density and the prior.
 
-    It has the least squared error of all predictors. With a flat prior, away from its borders, it is the convolution.
+    No predictor has a lower squared error. With a flat prior, away from its borders, it is the convolution.
     """
-    distances = (noisy.double()[:, None] - prior.points) / noise_std
+    distances = noisy.double()[:, None] - prior.points
     posterior = torch.softmax(prior.weights.log() - 0.5 * distances.square(), dim=1)
     return posterior @ clean(prior.points)
 
 
-@dataclass(frozen=True)
-class TrainedPredictor:
-    """A small network that was shown noisy positions and answers, and nothing of the theory."""
-
-    network: nn.Module
-
-    @torch.no_grad()
-    def __call__(self, noisy: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """What it predicts at these noisy positions."""
-        return self.network(noisy.float()[:, None])[:, 0].double()
-
-
-def train_predictor(
-    clean: Clean,
-    prior: Prior,
-    noise_std: float = 1.0,
-    answer_std: float = 0.2,
-    steps: int = 1000,
-    batch_size: int = 512,
-    seed: int = 0,
-) -> TrainedPredictor:
-    """Learn Y from R = X + Z under squared error, with answers Y that have noise of their own; seconds on one core."""
-    generator = seeded_generator("cpu", seed, "smoothing")
-    with _seeded_weights(seed):
+def train_predictor(clean: Clean, prior: Prior, steps: int = 1000) -> Clean:
+    """Train a small network to predict noisy answers Y from R = X + Z under squared error; takes seconds on one core."""
+    generator, batch_size, answer_std = seeded_generator("cpu", 0, "smoothing"), 512, 0.2
+    with _seeded_weights(0):
         network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
     optimiser = torch.optim.Adam(network.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):
         x = prior.sample(batch_size, generator)
-        noisy = x + noise_std * torch.randn(batch_size, generator=generator, dtype=torch.float64)
+        noisy = x + torch.randn(batch_size, generator=generator, dtype=torch.float64)
         answers = clean(x) + answer_std * torch.randn(batch_size, generator=generator, dtype=torch.float64)
         loss = (network(noisy.float()[:, None])[:, 0] - answers.float()).square().mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         schedule.step()
-    return TrainedPredictor(network)
+    return lambda noisy: network(noisy.float()[:, None])[:, 0].detach().double()
 
 
 @dataclass(frozen=True)
 class ToyBatch:
-    """Context features s of some patches, the place of one masked patch, the answer there, and noise n for its position."""
+    """Context features s and positions, the position of one masked patch, its answer, and the noise n of its position."""
 
     context: Float[Tensor, "batch n_context encoder_dim"]
     context_positions: Float[Tensor, "batch n_context dim"]
@@ -124,9 +102,9 @@ class ToyBatch:
 
 @dataclass(frozen=True)
 class ToyTask:
-    """Positions are points of a ring; the answer is the place's own part and, if informative, what the context says.
+    """Positions are points on a ring; the answer is a function of the position plus, if informative, the mean context.
 
-    - `informative`: whether the answer depends on the context. Where it does not, neither model gains from B.
+    - `informative`: whether the answer depends on the context. If not, no model gains from projecting it.
     - `sigma`: the variance of n.
     """
 
@@ -138,7 +116,7 @@ class ToyTask:
     answer_std: float = 0.1
 
     def sample(self, count: int, generator: torch.Generator) -> ToyBatch:
-        """Fresh examples."""
+        """Draw new examples."""
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -174,7 +152,7 @@ class ToyPredictor(nn.Module):
         context_projection: Float[Tensor, "dim encoder_dim"],
         noise_factor: Float[Tensor, "dim encoder_dim"] | None,
     ) -> Float[Tensor, ""]:
-        """The squared error; without a noise factor the positions are fixed."""
+        """Return the squared error; without a noise factor the positions are fixed."""
         context = batch.context @ context_projection.T + self.bias + batch.context_positions
         masked = batch.masked_position + self.mask_token
         if noise_factor is not None:
@@ -186,34 +164,28 @@ class ToyPredictor(nn.Module):
 
 @dataclass(frozen=True)
 class ZeroGradients:
-    """Gradients of the expected loss at A = 0, estimated from samples, (dim, encoder_dim) each."""
+    """Gradients of the expected loss at A = 0, estimated from samples."""
 
     tied: Float[Tensor, "dim encoder_dim"]
-    """d/dA where A projects context and noise."""
+    """d/dA where A projects the context and the noise."""
     untied: Float[Tensor, "dim encoder_dim"]
-    """d/dA where A projects the noise alone, and another matrix, not zero, the context."""
+    """d/dA where A projects the noise, and another, non-zero matrix the context."""
     deterministic: Float[Tensor, "dim encoder_dim"]
     """d/dB at B = 0 of the model without noise."""
 
 
-def gradients_at_zero(
-    task: ToyTask, n_samples: int, seed: int = 0, antithetic: bool = False, predictor: ToyPredictor | None = None
-) -> ZeroGradients:
-    """Monte Carlo gradients at A = 0, of one predictor on the same examples.
+def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: bool = False) -> ZeroGradients:
+    """Estimate the gradients at A = 0 of one predictor on the same examples.
 
-    `antithetic` takes every noise n together with -n. At A = 0 that is the exact mean over the noise, because nothing there
-    depends on n but the factor n itself: what is left of the difference is rounding.
+    `antithetic` uses every noise n together with -n. At A = 0 the gradient is linear in n, so that this is the exact mean
+    over the noise.
     """
-    predictor = predictor or ToyPredictor(task, seed=seed)
+    predictor = ToyPredictor(task, seed=seed)
     batch = task.sample(n_samples, seeded_generator("cpu", seed, "gradients"))
     other = seeded_generator("cpu", seed, "context projection")
     projection = torch.randn(task.dim, task.encoder_dim, generator=other, dtype=torch.float64)
     zero = torch.zeros(task.dim, task.encoder_dim, dtype=torch.float64, requires_grad=True)
-    signs = (1.0, -1.0) if antithetic else (1.0,)
-    batches = [
-        ToyBatch(batch.context, batch.context_positions, batch.masked_position, batch.answer, sign * batch.noise)
-        for sign in signs
-    ]
+    batches = [replace(batch, noise=sign * batch.noise) for sign in ((1.0, -1.0) if antithetic else (1.0,))]
 
     def gradient(loss: Callable[[ToyBatch], Tensor]) -> Tensor:
         return torch.stack([torch.autograd.grad(loss(one), zero)[0] for one in batches]).mean(0)
@@ -227,20 +199,19 @@ def gradients_at_zero(
 
 @dataclass(frozen=True)
 class ToyHistory:
-    """Norms while a toy model learns; the noise factor of a model without noise is zero throughout."""
+    """Norms and loss while a toy model is trained; without noise, the norm of the noise factor is zero."""
 
     steps: list[int]
     noise_norm: list[float]
-    """Frobenius norm of the matrix that the noise goes through."""
+    """Frobenius norm of the matrix that projects the noise."""
     context_norm: list[float]
-    """Frobenius norm of the matrix that the context goes through."""
+    """Frobenius norm of the matrix that projects the context."""
     loss: list[float]
 
 
-def train_toy(
-    task: ToyTask, tying: Tying, steps: int = 600, batch_size: int = 64, lr: float = 0.02, seed: int = 0
-) -> ToyHistory:
-    """Learn a toy model, its matrices included, from the same start whatever is tied."""
+def train_toy(task: ToyTask, tying: Tying, steps: int = 600, seed: int = 0) -> ToyHistory:
+    """Train a toy model with its matrices, from the same start for every `tying`."""
+    batch_size, lr = 64, 0.02
     predictor = ToyPredictor(task, seed=seed)
     start = seeded_generator("cpu", seed, "start")
     B, own = (
@@ -269,7 +240,7 @@ def train_toy(
 
 @contextmanager
 def _seeded_weights(seed: int) -> Iterator[None]:
-    """New layers draw from torch's global stream, which is put back where it was."""
+    """Seed the global generator for the initial weights of new layers, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
         yield

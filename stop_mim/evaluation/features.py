@@ -1,14 +1,14 @@
-"""Frozen features: average-pooled tokens of an encoder's last layers, computed once and kept on disk.
+"""Frozen features: average-pooled tokens of an encoder's last layers, extracted once and cached on disk.
 
-They are written in chunks as they come, so that memory holds one chunk, an interruption loses one, and several processes
-share the work; they are read memory-mapped.
+They are written in chunks as they come: memory holds one chunk, an interruption loses one, and several processes share
+the work. They are read memory-mapped.
 """
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,34 +23,37 @@ from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import labelled_views
 from stop_mim.data.loader import STORED_TO_USED, Progress
 from stop_mim.errors import InputError
+from stop_mim.evaluation.protocols import TestView
 from stop_mim.files import write_atomically
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.training.distributed import Ranks, wait_for_all
 from stop_mim.training.online_probe import evaluation_mode
 
-TestView = Literal["resize_crop", "resize"]
-# Large enough to be written at the disk's speed, and small: the last one is written while nothing is computed.
+# Large enough for the disk's full speed, and small: the last chunk is written while nothing is computed.
 CHUNK_IMAGES = 4096
-# Goes into the name of what is stored: to be raised when the same images would give other features, or other chunks.
+# Part of the cache key: raise it when the same images give other features, or other chunks.
 VERSION = 2
+IMAGES_AT_A_TIME = 256
+
+Chunks = Sequence[Float[Tensor, "_ _"]]
 
 
 @dataclass(frozen=True)
 class View:
-    """What an encoder is shown of an image: its centre after the short side was resized, or the whole, squeezed."""
+    """The part of an image that an encoder sees: the centre after the short side is resized, or the whole, squeezed."""
 
     size: tuple[int, int]
     resize_to: int | None = None
 
 
 def centre_view(kind: TestView, size: tuple[int, int]) -> View:
-    """The centre of the image whose short side is 8/7 of the size, as 256 is to 224; or the whole image."""
+    """Return the centre of the image whose short side is 8/7 of the size, as 256 is to 224; or the whole image."""
     return View(size, round(STORED_TO_USED * max(size)) if kind == "resize_crop" else None)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of those images of a source that could be read, in memory-mapped chunks; the last layer comes last."""
+    """Features of the readable images of a source, in memory-mapped chunks; the last layer comes last."""
 
     chunks: tuple[Float[Tensor, "_ _"], ...]
     indices: Int[Tensor, " n"]
@@ -60,33 +63,47 @@ class Features:
         return len(self.indices)
 
     def last(self, layers: int) -> "Features":
-        """Those of the last layers alone."""
+        """Return those of the last layers."""
         return Features(
             tuple(chunk[:, -layers * self.layer_dim :] for chunk in self.chunks), self.indices, self.layer_dim
         )
 
     def rows(self, positions: Int[Tensor, " m"]) -> Float[Tensor, "m dim"]:
-        """Some of them, in memory."""
+        """Return some of them, in memory."""
         ends = torch.tensor([len(chunk) for chunk in self.chunks]).cumsum(0)
         found = torch.empty(len(positions), self.chunks[0].shape[1])
-        for chunk, (start, end) in zip(
-            self.chunks, zip(torch.cat([ends.new_zeros(1), ends]), ends, strict=False), strict=True
-        ):
+        for chunk, end in zip(self.chunks, ends, strict=True):
+            start = end - len(chunk)
             here = (positions >= start) & (positions < end)
             found[here] = chunk[positions[here] - start].float()
         return found
 
+    def of_images(self, indices: np.ndarray) -> "Features":
+        """Return those of the images with these indices; without a copy, if they are all."""
+        here = torch.isin(self.indices, torch.from_numpy(np.asarray(indices, dtype=np.int64)))
+        if here.all():
+            return self
+        rows: Int[Tensor, " n"] = here.nonzero()[:, 0]
+        return Features((self.rows(rows),), self.indices[rows], self.layer_dim)
+
     def on(self, device: torch.device) -> Float[Tensor, "n dim"]:
-        """All of them, in full precision, in the memory of a device."""
+        """Return all of them, in full precision, on a device."""
         return torch.cat([chunk.to(device).float() for chunk in self.chunks])
 
     def size_on_device(self) -> int:
-        """Bytes that `on` takes."""
+        """Return the bytes that `on` takes."""
         return 4 * len(self) * self.chunks[0].shape[1]
 
 
+class LabelledFeatures(NamedTuple):
+    """Features of images, and the class of each."""
+
+    features: Features
+    labels: Int[Tensor, " n"]
+
+
 def encoder_fingerprint(encoder: FrozenEncoder) -> str:
-    """A short hexadecimal name of the weights and of what is done to images before they come in."""
+    """Return a short hexadecimal name of the weights and of the normalisation of images."""
     weights = encoder.state_dict()
     tensors = (
         part
@@ -100,9 +117,9 @@ def encoder_fingerprint(encoder: FrozenEncoder) -> str:
     return digest([type(encoder).__name__, encoder.mean, encoder.std, *tensors])
 
 
-def features_folder(encoder: FrozenEncoder, source: ImageSource, view: View, layers: int, device: torch.device) -> Path:
-    """Where these features are kept; bf16, which a GPU computes with, gives features of its own."""
-    key = digest([VERSION, encoder_fingerprint(encoder), source.fingerprint(), view, layers, device.type])
+def features_folder(fingerprint: str, source: ImageSource, view: View, layers: int, device: torch.device) -> Path:
+    """Return the cache folder of the features; a GPU, which computes in bf16, has other ones than the CPU."""
+    key = digest([VERSION, fingerprint, source.fingerprint(), view, layers, device.type])
     return cache_folder() / "features" / key
 
 
@@ -113,25 +130,22 @@ def extract_features(
     layers: int,
     ranks: Ranks,
     folder: Path,
-    batch_size: int = 256,
+    batch_size: int = IMAGES_AT_A_TIME,
     workers: int = 2,
     progress: Progress | None = None,
 ) -> Features:
-    """Features of all images of a source: those chunks that the folder lacks are computed, each by one process."""
+    """Return the features of all images; the chunks that the folder lacks are computed, each by one process."""
     chunks = range(-(-len(source) // CHUNK_IMAGES))
     mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
-    indices = np.concatenate([np.arange(*_bounds(chunk, len(source))) for chunk in mine] or [np.arange(0)])
-    if len(indices):
+    bounds = [(c * CHUNK_IMAGES, min((c + 1) * CHUNK_IMAGES, len(source))) for c in mine]
+    if mine:
         require_writable_cache(folder)
+        indices = np.concatenate([np.arange(*bound) for bound in bounds])
         batches = labelled_views(source, indices, view.size, view.resize_to, ranks.device, batch_size, workers)
         with ThreadPoolExecutor(1) as writer:
             _write_chunks(_embedded(encoder, batches, layers, progress, len(indices)), indices, mine, folder, writer)
     wait_for_all(ranks)
-    return read_features(folder, len(chunks), encoder.dim, source.name)
-
-
-def _bounds(chunk: int, n_images: int) -> tuple[int, int]:
-    return chunk * CHUNK_IMAGES, min((chunk + 1) * CHUNK_IMAGES, n_images)
+    return _read_features(folder, len(chunks), encoder.dim, source.name)
 
 
 @torch.inference_mode()
@@ -143,16 +157,15 @@ def _embedded(
     total: int,
 ) -> Iterator[tuple[np.ndarray, Tensor]]:
     done = 0
-    with evaluation_mode(encoder):
-        for positions, pixels in batches:
-            images = normalise(pixels, encoder.mean, encoder.std)
-            with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
-                features = encoder.embed(images, layers)
-            # Half precision holds features after a norm; what it cannot hold is found when the chunk is written.
-            yield positions.numpy(), features.half()
-            done += len(positions)
-            if progress is not None:
-                progress(done, total)
+    for positions, pixels in batches:
+        images = normalise(pixels, encoder.mean, encoder.std)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
+            features = encoder.embed(images, layers)
+        # Half precision holds features after a norm; a value that it cannot hold is found when the chunk is written.
+        yield positions.numpy(), features.half()
+        done += len(positions)
+        if progress is not None:
+            progress(done, total)
 
 
 def _write_chunks(
@@ -187,7 +200,7 @@ def _write_chunks(
 def _write_chunk(path: Path, parts: list[tuple[np.ndarray, Tensor]]) -> None:
     indices = torch.from_numpy(np.concatenate([numbers for numbers, _ in parts] or [np.arange(0)]))
     features = torch.cat([features for _, features in parts]) if parts else torch.empty(0, 0, dtype=torch.half)
-    # Looked at and put in order where they are, which may be a GPU.
+    # Checked and sorted on the device, which may be a GPU.
     if not torch.isfinite(features).all():
         raise InputError(
             "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
@@ -196,27 +209,21 @@ def _write_chunk(path: Path, parts: list[tuple[np.ndarray, Tensor]]) -> None:
     tensors = {"features": features[order.to(features.device)].cpu(), "indices": indices[order]}
     try:
         write_atomically(path, lambda file: save_file(tensors, file))
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"The features {path} cannot be written ({error}): make room there, or set STOP_MIM_CACHE to another folder."
-        ) from error
+    except SafetensorError as error:
+        raise InputError(f"The features {path} cannot be written ({error}): free some space there.") from error
 
 
 def _chunk_file(folder: Path, chunk: int) -> Path:
     return folder / f"chunk-{chunk:06d}.safetensors"
 
 
-def read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Features:
-    """Open the chunks of a folder without reading them."""
+def _read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Features:
     parts = []
-    for chunk in range(n_chunks):
-        path = _chunk_file(folder, chunk)
+    for path in (_chunk_file(folder, chunk) for chunk in range(n_chunks)):
         try:
             part = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise InputError(
-                f"The stored features {path} cannot be read ({error}): delete the file and try again."
-            ) from error
+        except SafetensorError as error:
+            raise InputError(f"The cached features {path} are damaged ({error}): delete the file.") from error
         if len(part["indices"]):
             parts.append(part)
     if not parts:
@@ -228,24 +235,18 @@ def read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Fea
 
 @torch.inference_mode()
 def pooled_features(
-    encoder: FrozenEncoder,
-    pixels: UInt8[Tensor, "n 3 height width"],
-    layers: int = 1,
-    batch_size: int = 256,
-    progress: Progress | None = None,
+    encoder: FrozenEncoder, pixels: UInt8[Tensor, "n 3 height width"], layers: int = 1
 ) -> Float[Tensor, "n dim"]:
-    """Features of images in memory, resized to the encoder's size, on the device where the encoder is."""
+    """Return the features of images in memory, resized to the encoder's size, on the encoder's device."""
     device = next(encoder.parameters()).device
     parts: list[Tensor] = []
     with evaluation_mode(encoder):
-        for batch in pixels.split(batch_size):
+        for batch in pixels.split(IMAGES_AT_A_TIME):
             images = normalise(resize_batch(batch.to(device), encoder.image_size), encoder.mean, encoder.std)
             parts.append(encoder.embed(images, layers).float())
-            if progress is not None:
-                progress(sum(map(len, parts)), len(pixels))
     return torch.cat(parts)
 
 
 def pixel_features(pixels: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n dim"]:
-    """The pixels as they are: what a representation has to beat."""
+    """Return the pixels as they are: a baseline for representations."""
     return pixels.flatten(1).float() / 255

@@ -1,6 +1,6 @@
-"""L-BFGS for many small problems at once: all take a step together, and one number a step is waited for.
+"""L-BFGS for many small problems at once: all take a step together, with one device synchronisation per step.
 
-torch's own minimises one problem, and waits for the device dozens of times a step.
+torch's own solves one problem, and synchronises dozens of times per step.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from torch import Tensor
 
 Points = Float[Tensor, "problems dim"]
 Objective = Callable[[Points], tuple[Float[Tensor, " problems"], Points]]
-"""From a point of each problem to its value there and the gradient."""
+"""Returns value and gradient of each problem at its point."""
 
 SUFFICIENT_DECREASE, SHORTENING, MOST_SHORTENINGS = 1e-4, 0.3, 8
-# A value in single precision is no better known than this.
+# The relative error of a value in single precision.
 ROUNDING = 2e-7
 STALLED_STEPS = 3
 
@@ -24,11 +24,11 @@ def minimise(
     start: Points,
     steps: int = 200,
     history: int = 10,
-    tick: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Points:
-    """The lowest point found of each problem in so many steps; ends early when none of them gets any lower.
+    """Return the lowest point found of each problem; stops early when none of them improves.
 
-    A problem whose step was too long tries a shorter one while the others go on: none waits for another.
+    A problem whose step was too long tries a shorter one while the others go on.
     """
     point, (value, gradient) = start, objective(start)
     memory = _Memory(history, start)
@@ -51,20 +51,20 @@ def minimise(
         point = torch.where(lower[:, None], moved, point)
         gradient = torch.where(lower[:, None], new_gradient, gradient)
         value = torch.where(lower, new_value, value)
-        if tick is not None:
-            tick(step + 1, steps)
+        if progress is not None:
+            progress(step + 1, steps)
         if bool(((failed >= MOST_SHORTENINGS) | (gained_nothing >= STALLED_STEPS)).all()):
             break
     return point
 
 
 class _Memory:
-    """The last moves and changes of gradient of every problem, the newest last; what was not accepted is not kept."""
+    """The last accepted moves and changes of gradient of every problem, the newest last."""
 
     def __init__(self, most: int, like: Points) -> None:
         self.moves = like.new_zeros(most, *like.shape)
         self.changes = like.new_zeros(most, *like.shape)
-        # Of one over the curvature along a move: zero where there is no move.
+        # One over the curvature along a move; zero where there is no move.
         self.inverses = like.new_zeros(most, len(like))
         self.scale = like.new_ones(len(like))
 
@@ -75,12 +75,12 @@ class _Memory:
         inverse = 1 / torch.where(tells, product, 1.0)
         for kept, newest in ((self.moves, move), (self.changes, change), (self.inverses, inverse)):
             chosen = tells.view(-1, *[1] * (newest.dim() - 1))
-            # In place, an entry after the other: with many classes a second copy would not fit.
+            # In place, entry by entry: with many classes a second copy would not fit into memory.
             for entry, follower in zip(kept, [*kept[1:], newest], strict=True):
                 torch.where(chosen, follower, entry, out=entry)
 
     def direction(self, gradient: Points) -> Points:
-        """Less the gradient, times the inverse of the curvature as far as the moves tell it."""
+        """Return minus the gradient times the estimated inverse Hessian."""
         result, parts = gradient, []
         remembered = list(zip(self.moves, self.changes, self.inverses, strict=True))
         for move, change, inverse in reversed(remembered):

@@ -1,4 +1,4 @@
-"""Masks drawn on their frames: a sheet of frames to look at, and the whole video as an animation."""
+"""Masks drawn over their frames: a contact sheet, and the whole video as an animation."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ MASK_OPACITY = 0.45
 def overlay(
     frame: UInt8[Tensor, "3 height width"], mask: UInt8[Tensor, "height width"], width: int
 ) -> UInt8[np.ndarray, "out_height out_width 3"]:
-    """The frame at this width, every object tinted and outlined in its colour."""
+    """Return the frame at this width, with every object tinted and outlined in its colour."""
     height = max(2, round(frame.shape[1] * width / frame.shape[2]))
     pixels = resize_batch(frame[None], (height, width))[0].permute(1, 2, 0).numpy().copy()
     rows, columns = (np.arange(new) * old // new for new, old in zip((height, width), mask.shape, strict=True))
@@ -32,14 +32,14 @@ def overlay(
     for number in np.unique(numbers[numbers > 0]):
         tint, inside = _bright(davis_palette()[number]), numbers == number
         pixels[inside] = (1 - MASK_OPACITY) * pixels[inside] + MASK_OPACITY * tint
-        # The outline is light in the middle, so that it is seen on an object of its own colour too.
+        # The outline is white in the middle, so that it is visible on an object of its own colour.
         pixels[_thickened(boundary_map(inside))] = tint
         pixels[boundary_map(inside)] = 255
     return pixels
 
 
 def _bright(colour: np.ndarray) -> np.ndarray:
-    """The palette's colours are dark: the same hue, as light as it goes."""
+    """Return a colour of the dark palette as bright as possible."""
     return colour.astype(np.float64) * 255 / colour.max()
 
 
@@ -49,7 +49,7 @@ def _thickened(boundary: np.ndarray) -> np.ndarray:
 
 
 def contact_sheet(video: Video, masks: Sequence[UInt8[Tensor, "height width"]]) -> PIL.Image.Image:
-    """Frames from the first to the last at even steps, each with its name."""
+    """Return a grid of evenly spaced frames, each with its name."""
     chosen = np.unique(np.linspace(0, len(masks) - 1, SHEET_FRAMES).round().astype(int)).tolist()
     tiles = [
         _named(overlay(video.frame(index), masks[index], SHEET_WIDTH), video.frame_name(index)) for index in chosen

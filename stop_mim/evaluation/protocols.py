@@ -1,4 +1,4 @@
-"""How linear probes are trained and tested on each data set: the numbers of the paper's evaluations, as data."""
+"""How linear heads are trained by SGD and tested on each data set: the numbers of the paper's evaluations."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,72 +9,58 @@ from stop_mim.data.listed import ListedSource
 from stop_mim.data.loader import common_size
 from stop_mim.errors import InputError
 
+TrainView = Literal["random_resized_crop", "resize_flip"]
+TestView = Literal["resize_crop", "resize"]
+
 
 @dataclass(frozen=True)
-class LinearProtocol:
-    """SGD on frozen features: either steps of a tenth at milestones or a cosine down to a final learning rate."""
+class Protocol:
+    """SGD on frozen features, and the views of the images that every task uses."""
 
     name: str
-    """What it is called on the command line."""
-    label: Literal["class", "count", "distance"]
-    """Which of a source's labels is predicted; count and distance are made classes by evaluation/clevr.py."""
-    classes: int | None
-    """How many classes there are; None: as many as the data have."""
+    """Its name on the command line."""
     epochs: int
     """Passes over the training images."""
-    lr_milestones: tuple[int, ...] = ()
-    """Epochs, counted from 0, from which on the learning rate is a tenth of what it was."""
-    cosine_final_lr: float | None = None
-    """The learning rate that a cosine ends at, for the same batch size as lrs, and if there are several for the first."""
+    milestones: tuple[int, ...] = ()
+    """Epochs, counted from 0, at whose start the learning rate falls to a tenth."""
+    final_factor: float | None = None
+    """The learning rate follows a cosine down to this fraction; None: it falls at the milestones."""
     lrs: tuple[float, ...] = (0.01,)
-    """Learning rates at the start for a batch of lr_batch_size, tried at once; they grow in proportion to the batch."""
-    lr_batch_size: int = 256
-    """The batch size that lrs are for."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    nesterov: bool = True
-    """Whether the momentum is Nesterov's."""
+    """Learning rates for a batch of 256 images, tried at once; they are scaled linearly with the batch size."""
     weight_decay: float = 5e-4
-    """Weight decay of SGD, on all parameters."""
+    """Weight decay of weights and biases."""
     preconditioned: bool = False
-    """Whether steps are stretched along the principal components of the features, in parts of a step of Newton's."""
-    train_view: Literal["random_resized_crop", "resize_flip"] = "random_resized_crop"
-    """What is seen of a training image; both are also flipped, half of the time."""
-    test_view: Literal["resize_crop", "resize"] = "resize_crop"
-    """What is seen of a test image: the centre, or all of it with both sides resized."""
-    metric: Literal["top1"] = "top1"
-    """Which score is reported: the part of the test images whose class scores highest, in percent."""
+    """Steps are preconditioned by the features' curvature; learning rates are then fractions of a Newton step."""
+    train_view: TrainView = "random_resized_crop"
+    """What is seen of a training image; both kinds are also flipped, half of the time."""
+    test_view: TestView = "resize_crop"
+    """resize_crop: the short side to 8/7 of the size, then the centre; resize: the whole image, both sides resized."""
+    label: str = "class"
+    """The label that it is for."""
+    classes: int | None = None
+    """Number of classes of the data set; None: any."""
 
-    def __post_init__(self) -> None:
-        if bool(self.lr_milestones) == (self.cosine_final_lr is not None):
-            raise InputError(f"The protocol {self.name} needs either lr_milestones or cosine_final_lr: give one.")
-        if self.epochs < 1:
-            raise InputError(f"The epochs of the protocol {self.name} are {self.epochs}: give at least 1.")
-
-    @property
-    def lr(self) -> float:
-        """The first of the learning rates, which is the only one in all published protocols."""
-        return self.lrs[0]
+    def shortened(self, epochs: int) -> "Protocol":
+        """Return the protocol with another number of epochs and its milestones in proportion."""
+        scaled = {max(1, round(milestone * epochs / self.epochs)) for milestone in self.milestones}
+        return replace(self, epochs=epochs, milestones=tuple(sorted(one for one in scaled if one < epochs)))
 
 
+_WHOLE = Protocol("", 28, train_view="resize_flip", test_view="resize")
 _PROTOCOLS = (
-    LinearProtocol("imagenet", "class", 1000, 28, (8, 16, 24)),
-    LinearProtocol("places205", "class", 205, 14, (4, 8, 12)),
-    # Not among the paper's: as Places205.
-    LinearProtocol("places365", "class", 365, 14, (4, 8, 12)),
-    LinearProtocol("inat18", "class", 8142, 84, (24, 48, 72)),
-    LinearProtocol("cifar100", "class", 100, 28, (8, 16, 24), train_view="resize_flip", test_view="resize"),
-    LinearProtocol("clevr-count", "count", 8, 50, cosine_final_lr=1e-4, train_view="resize_flip", test_view="resize"),
-    LinearProtocol(
-        "clevr-dist", "distance", 6, 100, cosine_final_lr=1e-4, train_view="resize_flip", test_view="resize"
-    ),
-    # Any other labelled data: as ImageNet, but with steps that also few images lead to the optimum with.
-    LinearProtocol(
+    Protocol("imagenet", 28, (8, 16, 24), classes=1000),
+    Protocol("places205", 14, (4, 8, 12), classes=205),
+    # Not in the paper: as Places205.
+    Protocol("places365", 14, (4, 8, 12), classes=365),
+    Protocol("inat18", 84, (24, 48, 72), classes=8142),
+    replace(_WHOLE, name="cifar100", milestones=(8, 16, 24), classes=100),
+    replace(_WHOLE, name="clevr-count", epochs=50, final_factor=0.01, label="count", classes=8),
+    replace(_WHOLE, name="clevr-dist", epochs=100, final_factor=0.01, label="distance", classes=6),
+    # Any other labelled data: as ImageNet, with steps that reach the optimum on small data sets too.
+    Protocol(
         "generic",
-        "class",
-        None,
         28,
-        cosine_final_lr=0.0,
+        final_factor=0.0,
         lrs=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03),
         weight_decay=1e-7,
         preconditioned=True,
@@ -83,7 +69,7 @@ _PROTOCOLS = (
 
 PROTOCOLS = {protocol.name: protocol for protocol in _PROTOCOLS}
 
-# How the names of data sets tell which they are; the number of classes must agree as well.
+# The names of data sets; the number of classes must agree as well.
 _NAME_PATTERNS = {
     "imagenet": r"imagenet|ilsvrc",
     "places205": r"places[-_]?205",
@@ -93,37 +79,25 @@ _NAME_PATTERNS = {
 }
 
 
-def fitted(protocol: LinearProtocol, source: ImageSource, size: tuple[int, int]) -> LinearProtocol:
-    """The protocol for these images: those that have the encoder's size already are seen as they are."""
+def choose_protocol(name: str, source: ImageSource, label: str, size: tuple[int, int]) -> Protocol:
+    """Return the protocol of that name, or with "auto" that of the data; images of the encoder's size are not cropped."""
+    if name == "auto":
+        protocol = guess_protocol(source, label)
+    elif name in PROTOCOLS:
+        protocol = PROTOCOLS[name]
+    else:
+        raise InputError(f"There is no protocol '{name}': choose one of {', '.join(PROTOCOLS)}.")
     return replace(protocol, test_view="resize") if common_size(source) == size else protocol
 
 
-def find_protocol(name: str) -> LinearProtocol:
-    """The protocol of this name."""
-    if name in PROTOCOLS:
-        return PROTOCOLS[name]
-    raise InputError(f"There is no protocol '{name}': choose one of {', '.join(PROTOCOLS)}.")
-
-
-def guess_protocol(source: ImageSource) -> LinearProtocol:
-    """The protocol of the data set that the source's name or layout and number of classes tell, or the generic one.
-
-    Of the two protocols for counts and distances it is the one for counts.
-    """
-    if "count" in source.labels:
-        return PROTOCOLS["clevr-count"]
-    classes = number_of_classes(source)
+def guess_protocol(source: ImageSource, label: str = "class") -> Protocol:
+    """Return the protocol that the label, or the source's name or layout and number of classes, stand for."""
+    if label != "class":
+        return next((one for one in _PROTOCOLS if one.label == label), PROTOCOLS["generic"])
+    classes = len(source.class_names) or int(source.labels["class"].max()) + 1
     layout = source.layout if isinstance(source, ListedSource) else ""
     for name, pattern in _NAME_PATTERNS.items():
-        told = layout == name or re.search(pattern, source.name, re.IGNORECASE)
-        if told and classes == PROTOCOLS[name].classes:
+        is_named = layout == name or re.search(pattern, source.name, re.IGNORECASE)
+        if is_named and classes == PROTOCOLS[name].classes:
             return PROTOCOLS[name]
     return PROTOCOLS["generic"]
-
-
-def number_of_classes(source: ImageSource) -> int:
-    """As many as have names, or else as the labels need; InputError for data without classes."""
-    labels = source.labels.get("class")
-    if labels is None:
-        raise InputError(f"{source.name} has no classes: give data with a class for each image.")
-    return len(source.class_names) or int(labels.max()) + 1

@@ -1,158 +1,232 @@
-"""What evaluations found: as a table on the screen, as JSON beside the run, as CSV for other programs."""
+"""Results of evaluations: records of scores, the files that hold them, and the table on the screen."""
 
 import csv
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.markup import escape
 from rich.table import Table
 
 from stop_mim.errors import InputError
-from stop_mim.evaluation.accuracy import accuracy_interval
 from stop_mim.files import write_atomically
 
 RESULTS_FILE = "results.json"
-FORMAT = "stop-mim results 1"
-# What tells whether an evaluation is the same as an earlier one, whose place it then takes.
+FORMAT = "stop-mim results 2"
+# An evaluation replaces an earlier one in the file where all of these agree.
 IDENTITY = ("encoder", "task", "label", "data", "test_data", "protocol", "seed")
+IDENTITY_FACTS = ("image_size", "encoder_fingerprint", "data_fingerprint", "test_fingerprint")
+# Labels that names of scores leave out.
+USUAL_LABELS = ("class", "objects")
+# The 97.5th percentile of a normal distribution.
+NORMAL_QUANTILE = 1.959964
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of an evaluation."""
+
+    metric: str
+    """What is measured, such as top1, J_mean or penalty."""
+    value: float
+    layers: int | None = None
+    """How many last layers the features are of."""
+    variant: dict[str, Scalar] = field(default_factory=dict)
+    """Other coordinates, such as {"batch_norm": True, "lr": 0.01} or {"amount": "1%", "draw": 2}."""
+    headline: bool = False
+    """Whether the table on the screen shows it; the files have all scores."""
+    unit: Literal["%", ""] = "%"
+    low: float | None = None
+    """Lower end of the 95% interval."""
+    high: float | None = None
+    """Upper end of the 95% interval."""
+    std: float | None = None
+    """Standard deviation over draws."""
+
+    @property
+    def name(self) -> str:
+        """Coordinates and metric, such as top1, last4/batch_norm/top1 or 1%/top1; for display and exact comparison."""
+        layers = [] if self.layers is None else [f"last{self.layers}"]
+        return "/".join([*layers, *filter(None, map(_coordinate, self.variant.items())), self.metric])
+
+    @property
+    def text(self) -> str:
+        """The value with its standard deviation or interval, such as 80.0 [49.0, 94.3]."""
+        if self.std is not None:
+            return f"{self.value:.1f} ± {self.std:.1f}"
+        return f"{self.value:.1f}" + (f" [{self.low:.1f}, {self.high:.1f}]" if self.low is not None else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        usual = asdict(Score("", math.nan))
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+
+
+def _coordinate(item: tuple[str, Scalar]) -> str:
+    name, value = item
+    if isinstance(value, bool):
+        return name if value else ""
+    return value if isinstance(value, str) else f"{name}={value:g}"
+
+
+def accuracy(
+    top: int,
+    percent: float,
+    test_images: int,
+    layers: int | None = None,
+    variant: dict[str, Scalar] | None = None,
+    headline: bool = False,
+) -> Score:
+    """Return the score of a top-k accuracy, with its interval for that many test images."""
+    low, high = accuracy_interval(percent, test_images)
+    return Score(f"top{top}", percent, layers, variant or {}, headline, low=low, high=high)
+
+
+def accuracy_interval(percent: float, count: int) -> tuple[float, float]:
+    """Return Wilson's 95% interval of an accuracy in percent on `count` images."""
+    part, z2 = percent / 100, NORMAL_QUANTILE**2
+    centre = (part + z2 / (2 * count)) / (1 + z2 / count)
+    reach = math.sqrt(part * (1 - part) * z2 / count + (z2 / (2 * count)) ** 2) / (1 + z2 / count)
+    return 100 * max(0.0, centre - reach), 100 * min(1.0, centre + reach)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One task done with one encoder: what was measured, and all that one must know to measure it again."""
+    """One task with one encoder and one labelling of the data: its scores, and what is needed to measure them again."""
 
     encoder: str
     task: str
     label: str
+    """Which label is predicted: class, count, distance, …; objects for videos."""
     data: str
     test_data: str
     protocol: dict[str, Any]
+    """The name of the protocol and all settings that the scores depend on."""
     seed: int
-    metrics: dict[str, float]
     facts: dict[str, Any] = field(default_factory=dict)
-    """Fingerprints, numbers of images, versions, hardware, date."""
+    """Image size, fingerprints of encoder and data, numbers of images, versions, hardware, date."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What does not fit into one number a name, such as the scores of every sequence."""
+    """Results that are not scores, such as those of every sequence of a video task."""
+    scores: list[Score] = field(default_factory=list)
 
-    def intervals(self) -> dict[str, tuple[float, float]]:
-        """The 95% interval of every accuracy that was measured once on all test images."""
-        count = self.facts.get("test_images")
-        names = [name for name in self.metrics if is_accuracy(name) and f"{name}_std" not in self.metrics]
-        return {name: accuracy_interval(self.metrics[name], count) for name in names} if count else {}
+    def name_of(self, score: Score) -> str:
+        """Return the name that `find_score` takes: the label, unless it is the usual one, the task and the score's name."""
+        label = [] if self.label in USUAL_LABELS else [self.label]
+        return "/".join([*label, self.task, score.name])
+
+    def identity(self) -> list[Any]:
+        """Return what tells whether an evaluation repeats another one."""
+        plain = json.loads(json.dumps(self.as_json()))
+        return [*(plain[name] for name in IDENTITY), *(plain["facts"].get(name) for name in IDENTITY_FACTS)]
+
+    def measurement(self) -> tuple[str, ...]:
+        """Return what must agree where scores of different encoders are compared; hashable."""
+        names = ("task", "label", "data", "test_data", "protocol", "seed")
+        return tuple(json.dumps(getattr(self, name), sort_keys=True) for name in names)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
-        return {**asdict(self), "intervals": {name: list(bounds) for name, bounds in self.intervals().items()}}
+        """Return all of it as plain values."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**values, "scores": [score.as_json() for score in self.scores]}
 
 
-def is_accuracy(name: str) -> bool:
-    """Whether a metric is the accuracy, in percent, on the test images."""
-    last = name.rpartition("/")[2]
-    return last.partition("@")[0] in ("top1", "top5")
+def find_score(evaluations: Sequence[Evaluation], spec: str) -> tuple[Evaluation, Score]:
+    """Return the newest score of a name, with its evaluation; raise InputError if there is none.
+
+    Args:
+        evaluations: as `read_results` returns them, the newest last.
+        spec: such as linear/top1, low-shot/1%/top1 or distance/linear/top1; the label may be left out.
+    """
+    known: dict[str, None] = {}
+    for evaluation in reversed(evaluations):
+        for score in evaluation.scores:
+            name = evaluation.name_of(score)
+            if spec in (name, f"{evaluation.task}/{score.name}"):
+                return evaluation, score
+            if score.headline:
+                known[name] = None
+    raise InputError(f"There is no score '{spec}': choose one of {', '.join(known) or '(no scores)'}.")
 
 
-def results_table(evaluations: Sequence[Evaluation]) -> Table:
-    """A row for each number, a column for each encoder."""
-    encoders = list(dict.fromkeys(evaluation.encoder for evaluation in evaluations))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
-    for evaluation in evaluations:
-        for name, text in _cells(evaluation).items():
-            rows.setdefault((evaluation.label, name), {})[evaluation.encoder] = text
-    labels = {label for label, _ in rows}
-    table = Table(title="Test scores in %, with 95% intervals or ± standard deviation over draws", title_justify="left")
-    for heading in (["label"] if labels != {"class"} else []) + ["score"]:
-        # Where the screen is narrow, encoders' names are folded: a score whose name is cut short could be another.
-        table.add_column(heading, no_wrap=True)
-    for encoder in encoders:
-        table.add_column(escape(encoder), justify="right", overflow="fold")
-    for (label, name), cells in rows.items():
-        first = [label] if labels != {"class"} else []
-        table.add_row(*(escape(cell) for cell in [*first, name, *(cells.get(encoder, "") for encoder in encoders)]))
-    return table
-
-
-def _cells(evaluation: Evaluation) -> dict[str, str]:
-    intervals, cells = evaluation.intervals(), {}
-    for name, value in evaluation.metrics.items():
-        if _is_one_of_many(name, evaluation.task) or not (is_accuracy(name) or name.startswith("video/")):
-            continue
-        spread = evaluation.metrics.get(f"{name}_std")
-        low, high = intervals.get(name, (None, None))
-        about = f" ± {spread:.1f}" if spread is not None else "" if low is None else f" [{low:.1f}, {high:.1f}]"
-        cells[name] = f"{value:.1f}{about}"
-    return cells
-
-
-def _is_one_of_many(name: str, task: str) -> bool:
-    """Whether a number is of one draw or of one learning rate, of which the files have all and the table what came of them."""
-    return "@" in (name if task == "low-shot" else name.rpartition("/")[0])
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """The evaluations that a file holds; none if there is no file."""
+def read_results(path: Path) -> list[Evaluation]:
+    """Return the evaluations of a file, the newest last; none if there is no file."""
     if not path.exists():
         return []
     try:
         found = json.loads(path.read_text())
         if found["format"] == FORMAT:
-            return found["evaluations"]
-    except (OSError, ValueError, KeyError, TypeError):
+            return [_evaluation(one) for one in found["evaluations"]]
+    except (ValueError, KeyError, TypeError):
         pass
-    raise InputError(f"{path} does not hold results of stop-mim: move it away, so that nothing in it is lost.")
+    raise InputError(f"{path} does not hold '{FORMAT}': move the file away and evaluate again.")
+
+
+def _evaluation(found: dict[str, Any]) -> Evaluation:
+    return Evaluation(**{**found, "scores": [Score(**one) for one in found["scores"]]})
 
 
 def add_results(path: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations beside those that the file holds, in the place of the same ones done before."""
-    new = [evaluation.as_json() for evaluation in evaluations]
-    # Through JSON, so that tuples and lists compare alike.
-    keys = [_identity(json.loads(json.dumps(one))) for one in new]
-    kept = [one for one in read_results(path) if _identity(one) not in keys]
-    write_json(path, {"format": FORMAT, "evaluations": [*kept, *new]})
-
-
-def _identity(evaluation: dict[str, Any]) -> list[Any]:
-    return [evaluation.get(name) for name in IDENTITY]
+    """Add evaluations to a file; each replaces the one with the same identity."""
+    new = [evaluation.identity() for evaluation in evaluations]
+    kept = [one for one in read_results(path) if one.identity() not in new]
+    write_json(path, {"format": FORMAT, "evaluations": [one.as_json() for one in [*kept, *evaluations]]})
 
 
 def results_document(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """Evaluations for one file; where there is but one of videos, its sequences stand at the top."""
+    """Return the content of `evaluate --json`; the details of a single video evaluation are also at the top level."""
     document: dict[str, Any] = {"format": FORMAT, "evaluations": [evaluation.as_json() for evaluation in evaluations]}
     videos = [evaluation for evaluation in evaluations if "sequences" in evaluation.details]
     return {**document, **videos[0].details} if len(videos) == 1 else document
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write it in one step."""
+    """Write a JSON file atomically."""
     text = json.dumps(document, indent=2)
-    _write(path, lambda file: file.write_text(text + "\n"))
+    write_atomically(path, lambda file: file.write_text(text + "\n"))
 
 
 def write_csv(path: Path, evaluations: Sequence[Evaluation]) -> None:
-    """A line for each number."""
+    """Write a CSV file with one line for each score."""
+    head = ["encoder", "task", "label", "data", "seed", "layers", "variant", "metric", "value", "low", "high", "std"]
 
     def write(file: Path) -> None:
         with file.open("w", newline="") as stream:
             writer = csv.writer(stream)
-            writer.writerow(["encoder", "task", "label", "data", "seed", "metric", "value", "low", "high"])
+            writer.writerow(head)
             for one in evaluations:
-                for name, value in one.metrics.items():
-                    low, high = one.intervals().get(name, ("", ""))
-                    writer.writerow([one.encoder, one.task, one.label, one.data, one.seed, name, value, low, high])
+                about = [one.encoder, one.task, one.label, one.data, one.seed]
+                for score in one.scores:
+                    variant = json.dumps(score.variant) if score.variant else ""
+                    interval = [score.low, score.high, score.std]
+                    writer.writerow([*about, score.layers, variant, score.metric, score.value, *interval])
 
-    _write(path, write)
+    write_atomically(path, write)
 
 
-def _write(path: Path, write: Any) -> None:
-    try:
-        write_atomically(path, write)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written ({error.strerror}): name a file in a folder that can.") from error
+def results_table(evaluations: Sequence[Evaluation]) -> Table:
+    """Return a table of the headline scores: a row for each score, a column for each encoder."""
+    encoders = list(dict.fromkeys(evaluation.encoder for evaluation in evaluations))
+    rows: dict[str, dict[str, str]] = {}
+    for evaluation in evaluations:
+        for score in evaluation.scores:
+            if score.headline:
+                rows.setdefault(evaluation.name_of(score), {})[evaluation.encoder] = score.text
+    table = Table(title="Test scores in %, with 95% intervals or ± standard deviation over draws", title_justify="left")
+    # On a narrow screen the names of encoders are folded; a score's name is never cut.
+    table.add_column("score", no_wrap=True)
+    for encoder in encoders:
+        table.add_column(escape(encoder), justify="right", overflow="fold")
+    for name, cells in rows.items():
+        table.add_row(*(escape(cell) for cell in [name, *(cells.get(encoder, "") for encoder in encoders)]))
+    return table
 
 
 def today() -> str:
-    """The date and time, for the record."""
+    """Return the date and time in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")

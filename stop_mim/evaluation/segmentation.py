@@ -1,11 +1,10 @@
-"""DAVIS's measures of video object segmentation: region similarity J and contour accuracy F, and their statistics.
+"""DAVIS's metrics of video object segmentation: region similarity J, contour accuracy F, and their statistics.
 
-Every object of a video counts alike; its first and last frame are not scored. Numbers agree with the official code's.
+Every object of a video has the same weight; first and last frame are not scored. The numbers are those of DAVIS's code.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,88 +17,30 @@ from stop_mim.data.loader import Progress
 from stop_mim.data.videos import Video, read_mask
 from stop_mim.errors import InputError
 
-# Of the image's diagonal: contours that lie no further apart than this agree.
+# A fraction of the image's diagonal: contours that are no further apart than this agree.
 TOLERANCE = 0.008
 
 BinaryMask = Bool[np.ndarray, "height width"]
 Mask = UInt8[Tensor, "height width"]
 Predict = Callable[[Video], Iterable[Mask | None]]
-"""From a video to its masks, one for each frame; those of the first and the last frame may be missing."""
+"""Returns the masks of a video, one per frame; those of the first and the last frame may be None."""
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Values of an object over the frames of a video, in three numbers."""
-
-    mean: float
-    recall: float
-    """Part of the frames with more than a half."""
-    decay: float
-    """Mean of the first quarter less that of the last: how much is lost on the way."""
-
-
-@dataclass(frozen=True)
-class ObjectScores:
-    """How well one object of one video was found."""
-
-    region: Statistics
-    contour: Statistics
-
-    def as_json(self) -> dict[str, float]:
-        """The six numbers by their names in DAVIS's tables."""
-        return {
-            f"{letter}_{name}": value
-            for letter, statistics in (("J", self.region), ("F", self.contour))
-            for name, value in vars(statistics).items()
-        }
-
-
-@dataclass(frozen=True)
-class SequenceScores:
-    """How well the objects of one video were found."""
-
-    name: str
-    frames: int
-    """How many frames were scored."""
-    objects: dict[int, ObjectScores]
-
-    def as_json(self) -> dict[str, Any]:
-        """Means over the objects, and each object by its number."""
-        objects = {str(number): scores.as_json() for number, scores in self.objects.items()}
-        return {**_means(objects.values()), "n": self.frames, "objects": objects}
-
-
-@dataclass(frozen=True)
-class VideoScores:
-    """How well the objects of a set of videos were found."""
-
-    sequences: tuple[SequenceScores, ...]
-
-    def means(self) -> dict[str, float]:
-        """J&F and the six statistics, each the mean over all objects of all videos."""
-        means = _means(scores.as_json() for sequence in self.sequences for scores in sequence.objects.values())
-        return {"J&F": (means["J_mean"] + means["F_mean"]) / 2, **means}
-
-    def as_json(self) -> dict[str, Any]:
-        """The means over all objects, and every sequence with its objects."""
-        return {**self.means(), "sequences": {sequence.name: sequence.as_json() for sequence in self.sequences}}
-
-    def named_values(self) -> Iterator[tuple[str, float]]:
-        """Yields the means over all objects, in percent as all evaluations do."""
-        for name, value in self.means().items():
-            yield f"video/{name}", 100 * value
+VideoScores = dict[str, Any]
+"""Means over all objects ("J&F", "J_mean", …, "F_decay"), and "sequences": the same for each, its "n" scored frames and
+its "objects"."""
 
 
 def region_similarity(predicted: BinaryMask, truth: BinaryMask) -> float:
-    """J: intersection over union; two empty masks are alike."""
+    """Return J: intersection over union; two empty masks agree."""
     union = np.count_nonzero(predicted | truth)
     return np.count_nonzero(predicted & truth) / union if union else 1.0
 
 
 def boundary_map(mask: BinaryMask) -> BinaryMask:
-    """Pixels that differ from their right, lower or lower right neighbour, as far as these are in the image.
+    """Return the pixels that differ from their right, lower or lower right neighbour.
 
-    As DAVIS defines it, the last row looks to the right alone, the last column down alone, and the corner nowhere.
+    As in DAVIS, the last row is compared to the right alone, the last column down alone, and the corner not at all.
     """
     boundary = np.zeros_like(mask)
     here = mask[:-1, :-1]
@@ -110,57 +51,53 @@ def boundary_map(mask: BinaryMask) -> BinaryMask:
 
 
 def contour_accuracy(predicted: BinaryMask, truth: BinaryMask) -> float:
-    """F: the harmonic mean of the parts of either contour that the other one comes near.
+    """Return F: the harmonic mean of the fractions of either contour that are near the other one.
 
-    A mask without contour is one that is empty or fills the image: two of them agree, one alone misses everything.
+    A mask that is empty or fills the image has no contour: two of them score 1, one of them 0.
     """
     found, wanted = np.argwhere(boundary_map(predicted)), np.argwhere(boundary_map(truth))
     if not len(found) or not len(wanted):
         return float(len(found) == len(wanted))
     distance = math.ceil(TOLERANCE * math.hypot(*truth.shape))
-    precision, recall = _part_near(found, wanted, distance), _part_near(wanted, found, distance)
+    precision, recall = _fraction_near(found, wanted, distance), _fraction_near(wanted, found, distance)
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def _part_near(points: np.ndarray, others: np.ndarray, distance: int) -> float:
-    # A disk around each of the others covers just the points whose nearest one is in reach. Coordinates are whole
-    # numbers, so squares, their sums and the root of distance² are exact, and so is the comparison.
+def _fraction_near(points: np.ndarray, others: np.ndarray, distance: int) -> float:
+    # The same as dilating the other contour by a disk. Coordinates are whole numbers, so that the comparison is exact.
     nearest, _ = KDTree(others).query(points)
     return np.count_nonzero(nearest <= distance) / len(points)
 
 
-def statistics(values: Float64[np.ndarray, " frames"]) -> Statistics:
-    """Mean, recall and decay; a frame without a value (NaN) has no part in means, and is no success.
+def statistics(values: Float64[np.ndarray, " frames"]) -> dict[str, float]:
+    """Return mean, recall (frames above a half) and decay (the first quarter's mean minus the last one's).
 
-    The edges of the quarters are rounded half up, and a frame on an edge belongs to both of its quarters.
+    A frame without a value (NaN) is left out of means, and lowers recall. The edges of the quarters are rounded half up,
+    and a frame on an edge belongs to both of its quarters.
     """
     last = len(values) - 1
     first_quarter, last_quarter = values[: (last + 2) // 4 + 1], values[(3 * last + 2) // 4 :]
     recall = np.count_nonzero(values > 0.5) / len(values)
-    return Statistics(_mean(values), recall, _mean(first_quarter) - _mean(last_quarter))
+    return {"mean": _mean(values), "recall": recall, "decay": _mean(first_quarter) - _mean(last_quarter)}
 
 
 def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
 
 
-def _means(rows: Iterable[dict[str, float]]) -> dict[str, float]:
-    columns: dict[str, list[float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in columns.items()}
+def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
 
 
 def score_videos(
     videos: Sequence[Video], predict: Predict, foreground: bool = False, progress: Progress | None = None
 ) -> VideoScores:
-    """Score what `predict` makes of each video; with `foreground` all objects of a video are taken as one."""
+    """Score the predicted masks of each video; with `foreground` all objects of a video are one."""
     if not videos:
         raise InputError("There is no video to score: give at least one.")
     for video in videos:
         _require_truth(video)
-    total, done, sequences = sum(map(len, videos)), 0, []
+    total, done, sequences = sum(map(len, videos)), 0, {}
     for video in videos:
         frames = []
         for index, prediction in zip(range(len(video)), predict(video), strict=True):
@@ -169,14 +106,15 @@ def score_videos(
             done += 1
             if progress is not None:
                 progress(done, total)
-        sequences.append(_summarise(video.name, np.array(frames)))
-    return VideoScores(tuple(sequences))
+        sequences[video.name] = _summarise(np.array(frames))
+    means = _means([one for sequence in sequences.values() for one in sequence["objects"].values()])
+    return {"J&F": (means["J_mean"] + means["F_mean"]) / 2, **means, "sequences": sequences}
 
 
 def score_masks(
     videos: Sequence[Video], folder: Path, foreground: bool = False, progress: Progress | None = None
 ) -> VideoScores:
-    """Score masks that lie in folder/SEQUENCE/00000.png …, or in folder/480p/SEQUENCE."""
+    """Score the masks folder/SEQUENCE/00000.png …, or those in folder/480p/SEQUENCE."""
     folders = {video.name: _mask_folder(video, folder) for video in videos}
     return score_videos(videos, lambda video: _read_masks(video, folders[video.name]), foreground, progress)
 
@@ -184,13 +122,11 @@ def score_masks(
 def _require_truth(video: Video) -> None:
     if len(video) < 3:
         raise InputError(
-            f"The video '{video.name}' has {len(video)} frames: give at least 3, since the first and the last are not "
-            "scored."
+            f"The video '{video.name}' has {len(video)} frames: give at least 3, as the first and the last are not scored."
         )
     if missing := [video.frame_name(index) for index in range(1, len(video) - 1) if not video.has_mask(index)]:
         raise InputError(
-            f"The video '{video.name}' has no true mask of {_some(missing)}: only the first and the last frame need "
-            "none, so choose a split whose masks are published."
+            f"The video '{video.name}' has no true mask of {_some(missing)}: choose a split whose masks are published."
         )
 
 
@@ -213,7 +149,7 @@ def _read_masks(video: Video, folder: Path) -> Iterator[Mask | None]:
 def _score_frame(
     video: Video, index: int, prediction: Mask | None, foreground: bool
 ) -> Float64[np.ndarray, "objects 2"]:
-    """J and F of every object."""
+    """Return J and F of every object."""
     truth = video.mask(index)
     assert truth is not None
     assert prediction is not None
@@ -236,12 +172,16 @@ def _score_frame(
     return np.array([(region_similarity(*pair), contour_accuracy(*pair)) for pair in pairs])
 
 
-def _summarise(name: str, values: Float64[np.ndarray, "frames objects 2"]) -> SequenceScores:
+def _summarise(values: Float64[np.ndarray, "frames objects 2"]) -> dict[str, Any]:
     objects = {
-        number: ObjectScores(statistics(scores[:, 0]), statistics(scores[:, 1]))
+        str(number): {
+            f"{letter}_{name}": value
+            for place, letter in enumerate("JF")
+            for name, value in statistics(scores[:, place]).items()
+        }
         for number, scores in enumerate(values.swapaxes(0, 1), start=1)
     }
-    return SequenceScores(name, len(values), objects)
+    return {**_means([*objects.values()]), "n": len(values), "objects": objects}
 
 
 def _some(names: list[str]) -> str:

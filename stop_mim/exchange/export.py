@@ -1,65 +1,116 @@
-"""An encoder for others: written as a whole folder with its model card, and pushed to the hub if wanted."""
+"""`export_encoder`: an encoder as a new folder in an export format, with a model card; optionally pushed to the hub."""
 
+import os
+import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
 
-from stop_mim.errors import InputError
-from stop_mim.exchange.folder import require_free, write_folder
-from stop_mim.exchange.hub_folder import write_hub_folder
-from stop_mim.exchange.loading import is_checkpoint, load_encoder, split_part
-from stop_mim.exchange.model_card import Origin, model_card, read_scores
-from stop_mim.exchange.programs import require_onnx, write_onnx_folder, write_program_folder
-from stop_mim.exchange.publishing import push_folder, require_push
-from stop_mim.exchange.timm_folder import write_timm_folder
+from stop_mim.errors import InputError, MissingExtra
+from stop_mim.exchange.card import Origin, model_card, read_scores
+from stop_mim.exchange.formats import EXPORTERS, Place
+from stop_mim.exchange.loading import load_encoder, run_of, split_part
 from stop_mim.models.encoder import ENCODER_FILE, Encoder
 from stop_mim.training.run_folder import RunFolder
 
-Form = Literal["timm", "hf", "onnx", "export"]
-WRITERS: dict[str, Callable[[Encoder, Path], None]] = {
-    "timm": write_timm_folder,
-    "hf": write_hub_folder,
-    "onnx": write_onnx_folder,
-    "export": write_program_folder,
-}
-CARD_FILE, RESULTS_FILE = "README.md", "results.json"
+CARD_FILE = "README.md"
 
 
-def export_encoder(name: str, to: Form, out: Path, push: str | None = None, licence: str | None = None) -> Path:
-    """Write the encoder of this name as a new folder in that form; what cannot work is known before anything is written."""
-    if to not in WRITERS:
-        raise InputError(f"to is '{to}': choose {', '.join(get_args(Form))}.")
-    require_free(out)
-    if to == "onnx":
-        require_onnx()
+def export_encoder(name: str, to: str, out: Path, push: str | None = None, licence: str | None = None) -> Path:
+    """Write an encoder as a new folder; return the folder.
+
+    Args:
+        name: any name that `load_encoder` takes.
+        to: name of the export format: timm, hf, onnx, export, or a plugin's.
+        push: repository of the Hugging Face hub (OWNER/NAME) to upload the folder to.
+        licence: licence of the weights, for the model card.
+    """
+    write_files = EXPORTERS.find(to)
+    _require_free(out)
     if push is not None:
-        require_push(push)
+        _require_push(push)
     encoder = load_encoder(name)
     if not isinstance(encoder, Encoder):
-        raise InputError(f"{name} is no plain Vision Transformer: only such encoders can be exported.")
-    card = model_card(encoder, origin_of(name), to, push or str(out), push is not None, licence)
+        raise InputError(f"{name} is not a plain Vision Transformer: only those can be exported.")
+    origin, place = _origin_of(name), Place(push or str(out), push is not None)
 
     def write(folder: Path) -> None:
-        WRITERS[to](encoder, folder)
-        (folder / CARD_FILE).write_text(card)
+        exported = write_files(encoder, folder, place)
+        (folder / CARD_FILE).write_text(model_card(encoder, origin, exported, licence))
 
     write_folder(out, write)
     if push is not None:
-        push_folder(out, push)
+        _push(out, push)
     return out
 
 
-def origin_of(name: str) -> Origin:
-    """What the run that an encoder comes from has recorded of it."""
+def _origin_of(name: str) -> Origin:
+    """Return what the run of an encoder has recorded about it."""
+    folder = run_of(name)
+    if folder is None:
+        return Origin(name)
     path = split_part(name)[0].resolve()
-    if path.is_dir() or path.name == ENCODER_FILE:
-        folder = path if path.is_dir() else path.parent
-        names = {folder.name, ENCODER_FILE}
-    else:
-        folder, names = path.parent.parent, {path.name}
+    names = {folder.name, ENCODER_FILE} if path.is_dir() or path.name == ENCODER_FILE else {path.name}
     run = RunFolder(folder)
-    if not (path.exists() and run.config_file.exists() and run.environment_file.exists()):
-        return Origin(name)
-    if path.is_file() and path.name != ENCODER_FILE and not is_checkpoint(path):
-        return Origin(name)
-    return Origin(folder.name, run.config(), run.recipe(), read_scores(folder / RESULTS_FILE, names))
+    return Origin(folder.name, run.config(), run.recipe(), read_scores(folder, names))
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder beside `path`, then rename it to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        write(temporary)
+        # Temporary folders, and the files of some libraries, are private: give them the modes of ordinary new files.
+        umask = os.umask(0)
+        os.umask(umask)
+        for file in temporary.rglob("*"):
+            with file.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            file.chmod(0o666 & ~umask)
+        temporary.chmod(0o777 & ~umask)
+        temporary.replace(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _require_free(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists and is not an empty folder: choose another --out.")
+
+
+def _require_push(repository: str) -> None:
+    """Raise InputError if the upload could not work: known before anything is written."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository, re.ASCII):
+        raise InputError(f"push is '{repository}': give OWNER/NAME, such as somebody/stop-vitb16.")
+    _token()
+
+
+def _push(folder: Path, repository: str) -> None:
+    """Upload a folder; a repository that does not exist is created as a private one."""
+    token = _token()
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi(token=token)
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Upload an encoder of stop-mim")
+    # The hub and the network raise many different errors.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise InputError(
+            f"{repository} could not be pushed ({reason}): check the token and the network, then upload {folder}, which is "
+            "complete."
+        ) from error
+
+
+def _token() -> str:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingExtra("--push", "huggingface_hub", "hf") from error
+    token = huggingface_hub.get_token()
+    if not token:
+        raise InputError("There is no token for the Hugging Face hub: run 'hf auth login' or set HF_TOKEN.")
+    return token

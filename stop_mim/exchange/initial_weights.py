@@ -1,4 +1,4 @@
-"""The weights that a new run begins with: a whole model's, or an encoder's; optimiser and schedules are new."""
+"""The weights that a new run starts from: a whole model's or an encoder's; optimiser and schedules are new."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,31 +8,32 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
-from stop_mim.exchange.loading import SAFETENSORS, is_checkpoint, load_encoder, split_part
-from stop_mim.exchange.pickles import read_pickle
-from stop_mim.exchange.released import is_release, released_model
+from stop_mim.exchange.loading import SAFETENSORS, is_checkpoint, load_encoder, run_of_checkpoint, split_part
+from stop_mim.exchange.released import is_release, read_pickle, released_model
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.encoder import ENCODER_FILE, Encoder, misfit
-from stop_mim.models.ijepa import IJEPA
 from stop_mim.models.objective import Objective
 from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.config import PositionsConfig, TrainConfig
+from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder
 
-SAME_POSITIONS = 1e-3
-"""Half precision rounds positions by less."""
+# Position tables agree to the rounding of half precision.
+POSITIONS_TOLERANCE = 1e-3
 
 
 def initialise(objective: Objective, name: str | Path) -> str:
-    """Give a new objective the weights of this name, all that it has or none; tells in a few words which they were.
+    """Load weights into a new objective, all or none; return a short description of what was loaded.
 
-    A run's folder, a checkpoint or a release's file is a whole model, which must be of the same make. Anything else that
-    `load_encoder` takes, FILE#encoder and RUN/encoder.safetensors too, is an encoder: what predicts stays new.
+    A run directory, a checkpoint or a release's file is a whole model, whose shapes must be the same. Any other name that
+    `load_encoder` takes, also FILE#encoder and RUN/encoder.safetensors, is an encoder: the predictor stays new.
     """
     path, part = split_part(name)
     if path.is_dir() and (path / "checkpoints").is_dir():
-        return _from_checkpoint(objective, _newest(path))
+        newest = RunFolder(path).newest_checkpoint()
+        if newest is None:
+            raise InputError(f"{path} has no checkpoint: name {path / ENCODER_FILE} to start from its encoder alone.")
+        return _from_checkpoint(objective, newest)
     if path.is_file() and path.suffix == SAFETENSORS and is_checkpoint(path):
         return _from_checkpoint(objective, path)
     if path.is_file() and path.suffix != SAFETENSORS and part is None:
@@ -42,33 +43,24 @@ def initialise(objective: Objective, name: str | Path) -> str:
     return _from_encoder(objective, name)
 
 
-def _newest(run: Path) -> Path:
-    newest = RunFolder(run).newest_checkpoint()
-    if newest is None:
-        raise InputError(f"{run} holds no checkpoint: name {run / ENCODER_FILE} to begin with its encoder alone.")
-    return newest
-
-
 def _from_checkpoint(objective: Objective, path: Path) -> str:
-    run = RunFolder(path.parent.parent)
-    if not run.config_file.exists():
-        raise InputError(f"{path} lies outside of its run: put it back into the run's folder 'checkpoints'.")
-    prefix = "model."
-    tensors = {name: tensor for name, tensor in read_checkpoint(path).tensors.items() if name.startswith(prefix)}
-    remedy = f"begin with its encoder alone, {run.encoder_file}, or choose a recipe of its make"
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    run, prefix = run_of_checkpoint(path), "model."
+    tensors = read_checkpoint(path).tensors
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    remedy = f"start from its encoder alone, {run.encoder_file}, or choose a recipe of its shape"
     _require_fit(objective, tensors, run.config(), str(path), remedy)
     objective.load_state_dict(tensors, strict=True)
     return f"all weights of {path}"
 
 
 def _from_release(objective: Objective, contents: Mapping[str, object], path: Path) -> str:
-    model = released_model(contents, path, PositionsConfig(kind="sincos"))
-    remedy = f"begin with an encoder alone, {path}#target_encoder, or choose a recipe of its make"
+    model = released_model(contents, path)
+    remedy = f"start from an encoder alone, {path}#target_encoder, or choose a recipe of its shape"
     _require_fit(objective, model.tensors, model.config, str(path), remedy)
-    # The positions are computed anew whenever the run is continued: others than ours would be lost there.
-    if isinstance(objective, IJEPA) and not model.has_our_positions(objective):
-        raise InputError(f"{path}#predictor has other positions than this run, which it would unlearn; {remedy}.")
+    # Positions are computed, not stored: a resumed run would lose a table that differs from ours.
+    table = objective.positions.table().detach().cpu()
+    if table.shape != model.table.shape or not torch.allclose(table, model.table, atol=POSITIONS_TOLERANCE):
+        raise InputError(f"{path}#predictor has other positions than this run; {remedy}.")
     objective.load_state_dict(model.tensors, strict=True)
     return f"all weights of {path}"
 
@@ -76,42 +68,42 @@ def _from_release(objective: Objective, contents: Mapping[str, object], path: Pa
 def _require_fit(
     objective: Objective, tensors: dict[str, Tensor], config: TrainConfig, origin: str, remedy: str
 ) -> None:
-    with torch.device("meta"):
-        theirs = build_objective(config)
     if wrong := misfit(tensors, objective.state_dict()):
-        raise InputError(f"{origin} does not fit this run: of its weights are {wrong}; {remedy}.")
-    for name, heads in _heads(theirs).items():
-        if _heads(objective)[name] != heads:
+        raise InputError(f"{origin} does not fit this run: {wrong}; {remedy}.")
+    with torch.device("meta"):
+        theirs = _heads(build_objective(config))
+    for name, heads in _heads(objective).items():
+        if theirs[name] != heads:
             raise InputError(
-                f"{origin} does not fit this run: {name} has {heads} heads there and {_heads(objective)[name]} here; {remedy}."
+                f"{origin} does not fit this run: {name} has {theirs[name]} heads there and {heads} here; {remedy}."
             )
+
+
+def _heads(model: nn.Module) -> dict[str, int]:
+    return {name: part.num_heads for name, part in model.named_modules() if isinstance(part, Attention)}
 
 
 def _from_encoder(objective: Objective, name: str | Path) -> str:
     encoder, ours = load_encoder(name), objective.encoder
     if not isinstance(encoder, Encoder):
-        raise InputError(f"{name} is no plain Vision Transformer: only such encoders can be trained on.")
+        raise InputError(f"{name} is not a plain Vision Transformer: only those can be trained further.")
     if wrong := misfit(encoder.vit.state_dict(), ours.vit.state_dict()):
         raise InputError(
-            f"{name} does not fit the encoder of this run: of its weights are {wrong}; choose encoder.size, "
-            "encoder.image_size and encoder.patch_size as it has them."
+            f"{name} does not fit the encoder of this run: {wrong}; set encoder.size, encoder.image_size and "
+            "encoder.patch_size to its values."
         )
     for what in ("heads", "norm_eps", "mean", "std"):
         theirs, own = getattr(encoder, what), getattr(ours, what)
         if torch.tensor(theirs).sub(torch.tensor(own)).abs().max() > 1e-7:
-            raise InputError(f"{name} does not fit the encoder of this run: its {what} is {theirs}, here it is {own}.")
-    # Its student has positions of its own, which must be those that its teacher finds in the encoder.
+            raise InputError(f"{name} does not fit the encoder of this run: its {what} is {theirs} instead of {own}.")
+    # The student computes its positions, the teacher reads them from the encoder: they must agree.
     if isinstance(objective, Data2Vec) and not torch.allclose(
-        encoder.vit.pos_embed[0].cpu(), objective.positions.table().cpu(), atol=SAME_POSITIONS
+        encoder.vit.pos_embed[0].cpu(), objective.positions.table().cpu(), atol=POSITIONS_TOLERANCE
     ):
         raise InputError(
-            f"{name} has other positions than the sine-cosine ones of data2vec: choose an encoder with those, or another "
+            f"{name} has other positions than the sine-cosine ones of data2vec: choose another encoder or another "
             "objective.kind."
         )
     for part in (ours, objective.frozen):
         part.vit.load_state_dict(encoder.vit.state_dict(), strict=True)
-    return f"the encoder of {name}; what predicts is new"
-
-
-def _heads(model: nn.Module) -> dict[str, int]:
-    return {name: part.num_heads for name, part in model.named_modules() if isinstance(part, Attention)}
+    return f"the encoder of {name}; the predictor is new"

@@ -1,19 +1,23 @@
-"""Any encoder by its name: our own, the releases', timm's and Hugging Face's."""
+"""`load_encoder`: any encoder by its name: a run, a file, a model folder, `timm:`, `hf:` or `untrained:`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stop_mim.errors import InputError
-from stop_mim.exchange.hub_folder import read_config, read_hub_folder
-from stop_mim.exchange.hub_names import from_hub, is_convertible
-from stop_mim.exchange.pickles import read_pickle
-from stop_mim.exchange.released import PARTS, Part, is_release, is_state, released_encoder, state_of
-from stop_mim.exchange.timm_folder import read_timm_folder
-from stop_mim.exchange.timm_names import encoder_from_timm_names
+from stop_mim.exchange.importing import (
+    encoder_from_timm_names,
+    from_hub,
+    is_convertible,
+    read_config,
+    read_hub_folder,
+    read_timm_folder,
+)
+from stop_mim.exchange.released import PARTS, Part, is_release, is_state, read_pickle, released_encoder, state_of
 from stop_mim.models.encoder import (
     ENCODER_FILE,
     FILE_FORMAT,
@@ -26,47 +30,98 @@ from stop_mim.models.encoder import (
     read_safetensors,
 )
 from stop_mim.models.hub_encoder import load_hub_encoder
+from stop_mim.registry import Registry
+from stop_mim.seeds import derive_seed
 from stop_mim.training.build import build_encoder
 from stop_mim.training.checkpoint import FILE_FORMAT as CHECKPOINT_FORMAT
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.run_folder import RunFolder
 
-SAFETENSORS, TIMM, HUB = ".safetensors", "timm:", "hf:"
-# Under one of these, or by themselves, lie the weights of a model that is no checkpoint of the releases.
+SAFETENSORS, TIMM, HUB, UNTRAINED = ".safetensors", "timm:", "hf:", "untrained:"
+# Keys under which training scripts other than the releases' save a model's weights.
 STATES = ("model", "state_dict")
-KNOWN = (
-    "a run's folder, a .safetensors file, a .pth.tar file of a release, a folder of timm's or Hugging Face's, timm:MODEL or "
-    "hf:MODEL"
-)
+
+Loader = Callable[[str, bool], FrozenEncoder]
+ENCODERS: Registry[Loader] = Registry("kind of encoder")
+"""Loaders by prefix of the encoder's name; each takes the rest of the name and whether to load trained weights."""
 
 
 def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
-    """An encoder by name, in evaluation mode: a run, one of its checkpoints, a file or folder of others, timm: or hf:.
+    """Load an encoder by name, in evaluation mode.
 
-    Called with images (B, 3, H, W), normalised with its `mean` and `std`, it gives normed patch tokens (B, N, D);
-    `embed(images, layers)` gives average-pooled features (B, layers · D). Of a release's file it is the target encoder;
-    FILE#encoder is the other one.
+    Called with images (B, 3, H, W), normalised with its `mean` and `std`, it returns normed patch tokens (B, N, D);
+    `embed(images, layers)` returns average-pooled features (B, layers · D).
+
+    Args:
+        name: a run directory, a checkpoint, a .safetensors or .pth file, a folder of timm or Hugging Face, `timm:MODEL`,
+            `hf:MODEL` or `untrained:RUN`. Of a release's .pth.tar file the target encoder; FILE#encoder is the other one.
+        pretrained: False: random weights, for `timm:` and `hf:`.
     """
-    text = str(name)
-    if text.startswith(TIMM):
-        return load_timm_encoder(text.removeprefix(TIMM), pretrained)
-    if text.startswith(HUB):
-        hub = load_hub_encoder(text.removeprefix(HUB), pretrained)
-        return from_hub(hub) if is_convertible(hub.model.config.to_dict()) else hub
+    for prefix, load in ENCODERS.items():
+        if str(name).startswith(prefix):
+            return load(str(name).removeprefix(prefix), pretrained)
     path, part = split_part(name)
     if not path.exists():
-        raise InputError(f"There is no encoder '{name}': give {KNOWN}.")
+        raise InputError(f"There is no encoder '{name}': give {_known()}.")
     if path.is_dir():
         return _from_folder(path)
     return _from_safetensors(path) if path.suffix == SAFETENSORS else _from_pickle(path, part)
 
 
+@ENCODERS.register(TIMM)
+def _from_timm(model: str, pretrained: bool) -> Encoder:
+    return load_timm_encoder(model, pretrained)
+
+
+@ENCODERS.register(HUB)
+def _from_hub(model: str, pretrained: bool) -> FrozenEncoder:
+    hub = load_hub_encoder(model, pretrained)
+    return from_hub(hub) if is_convertible(hub.model.config.to_dict()) else hub
+
+
+@ENCODERS.register(UNTRAINED)
+def _untrained(name: str, pretrained: bool) -> FrozenEncoder:
+    """Return the encoder of a run with the weights that it started from, or another model with random weights."""
+    if name.startswith(tuple(ENCODERS)):
+        torch.manual_seed(0)
+        return load_encoder(name, pretrained=False)
+    config = RunFolder(Path(name).expanduser()).config()
+    torch.manual_seed(derive_seed(config.seed, "weights"))
+    return build_encoder(config.encoder).eval()
+
+
 def split_part(name: str | Path) -> tuple[Path, Part | None]:
-    """The file, and the part of it that a name such as FILE#encoder asks for."""
-    path, (file, _, part) = Path(name).expanduser(), str(name).rpartition("#")
-    if path.exists() or part not in PARTS:
-        return path, None
-    return Path(file).expanduser(), "encoder" if part == "encoder" else "target_encoder"
+    """Return the file of a name such as FILE#encoder, and the part of the file that it asks for."""
+    path, (file, _, asked) = Path(name).expanduser(), str(name).rpartition("#")
+    part = next((part for part in PARTS if part == asked and not path.exists()), None)
+    return (path, None) if part is None else (Path(file).expanduser(), part)
+
+
+def run_of(name: str | Path) -> Path | None:
+    """Return the run directory that an encoder belongs to; None if it is not a run's."""
+    path = split_part(name)[0].resolve()
+    if path.is_dir() or path.name == ENCODER_FILE:
+        folder = path if path.is_dir() else path.parent
+    elif is_checkpoint(path):
+        folder = path.parent.parent
+    else:
+        return None
+    run = RunFolder(folder)
+    return folder if run.config_file.exists() and run.environment_file.exists() else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a file is a checkpoint of a run."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format") == CHECKPOINT_FORMAT
+    except (SafetensorError, OSError):
+        return False
+
+
+def _known() -> str:
+    prefixes = ", ".join(f"{prefix}NAME" for prefix in ENCODERS)
+    return f"a run directory, a .safetensors or .pth.tar file, a folder of timm or Hugging Face, or {prefixes}"
 
 
 def _from_folder(folder: Path) -> FrozenEncoder:
@@ -77,12 +132,12 @@ def _from_folder(folder: Path) -> FrozenEncoder:
         return read_timm_folder(folder)
     if "model_type" in config:
         return read_hub_folder(folder) if is_convertible(config) else load_hub_encoder(str(folder))
-    raise InputError(f"{folder} holds no {ENCODER_FILE}: name the folder of a run that has saved a checkpoint.")
+    raise InputError(f"{folder} holds no {ENCODER_FILE}: name a run directory that has saved a checkpoint.")
 
 
 def _from_safetensors(path: Path) -> Encoder:
     if is_checkpoint(path):
-        return _target_of(path)
+        return _from_checkpoint(path)
     tensors, metadata = read_safetensors(path)
     if metadata.get("format") == FILE_FORMAT:
         return encoder_of(tensors, metadata, path)
@@ -102,24 +157,20 @@ def _plain_state(contents: Any, path: Path) -> Mapping[str, Tensor]:
             return state_of(contents, name, path)
     if is_state(contents) and contents:
         return contents
-    raise InputError(f"{path} holds no weights by name: give {KNOWN}.")
+    raise InputError(f"{path} holds no weights by name: give {_known()}.")
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a file of safetensors is a checkpoint of a run."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("format") == CHECKPOINT_FORMAT
-    except (SafetensorError, OSError):
-        return False
-
-
-def _target_of(path: Path) -> Encoder:
-    """The target encoder in a checkpoint, or the encoder of an objective without one; the run tells how it is built."""
+def run_of_checkpoint(path: Path) -> RunFolder:
+    """Return the run whose folder `checkpoints` a checkpoint is in."""
     run = RunFolder(path.parent.parent)
     if not run.config_file.exists():
-        raise InputError(f"{path} lies outside of its run: put it back into the run's folder 'checkpoints'.")
-    encoder, tensors = build_encoder(run.config().encoder), read_checkpoint(path).tensors
+        raise InputError(f"{path} is outside of its run: put it back into the run's folder 'checkpoints'.")
+    return run
+
+
+def _from_checkpoint(path: Path) -> Encoder:
+    """Return the target encoder of a checkpoint, or the encoder of an objective without a target."""
+    encoder, tensors = build_encoder(run_of_checkpoint(path).config().encoder), read_checkpoint(path).tensors
     found: dict[str, Tensor] = {}
     for prefix in ("model.encoder.", "model.target."):
         found = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)} or found

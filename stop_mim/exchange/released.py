@@ -1,26 +1,27 @@
 """The .pth.tar files of the I-JEPA and StoP releases: encoder, target encoder and predictor of one training run."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.errors import InputError
-from stop_mim.exchange.pickles import read_pickle
-from stop_mim.exchange.timm_names import encoder_from_timm_names
+from stop_mim.exchange.importing import encoder_from_timm_names
 from stop_mim.models.encoder import SIZES, Encoder, EncoderSize, misfit
-from stop_mim.models.ijepa import IJEPA
 from stop_mim.models.predictor import Predictor
-from stop_mim.positions import SinCosPositions, StochasticPositions
 from stop_mim.training.build import build_ijepa
 from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 Part = Literal["encoder", "target_encoder"]
-PARTS: tuple[Part, ...] = ("encoder", "target_encoder")
+PARTS: tuple[Part, ...] = get_args(Part)
 PARALLEL = "module."
 PREDICTOR_NAMES = {
     "projection": "predictor_embed",
@@ -29,102 +30,103 @@ PREDICTOR_NAMES = {
     "head": "predictor_proj",
 }
 TABLE = "predictor_pos_embed"
-# Both tables are computed in double precision and rounded once; half-precision files round again.
-TABLE_TOLERANCE = 1e-3
+SCALAR: Any = np.float64(0).__reduce__()[0]
+# Old training scripts store losses and learning rates as NumPy scalars; NumPy has since moved the function that makes them.
+NUMBERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    (SCALAR, "numpy.core.multiarray.scalar"),
+    (SCALAR, "numpy._core.multiarray.scalar"),
+    (np.dtype, "numpy.dtype"),
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.float16, np.int64, np.int32, np.bool_)),
+]
 
 
-@dataclass(frozen=True)
-class ReleasedModel:
-    """A whole model of the releases: the configuration that builds it here, and its weights under our names."""
+def read_pickle(path: Path) -> Any:
+    """Read a torch.save file on the CPU; no code in it runs, and anything but tensors and numbers is an InputError."""
+    try:
+        with torch.serialization.safe_globals(NUMBERS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"holds {named[1]}, which is not a tensor" if named else "holds more than tensors"
+        raise InputError(
+            f"{path} {what}: loading it could run code, so it is refused; save its tensors alone."
+        ) from error
+    # Truncated and foreign files raise many different errors.
+    except Exception as error:
+        raise InputError(
+            f"{path} cannot be read as a torch.save file ({type(error).__name__}): download or copy it again."
+        ) from error
+
+
+def is_release(contents: Any) -> bool:
+    """Return whether a file's contents have the layout of the releases."""
+    return isinstance(contents, Mapping) and any(isinstance(contents.get(part), Mapping) for part in PARTS)
+
+
+def is_state(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
+    """Return whether a value is a mapping from names to tensors."""
+    return isinstance(value, Mapping) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+
+
+def state_of(contents: Any, part: str, path: Path) -> dict[str, Tensor]:
+    """Return the weights of one part, without the prefix of distributed training."""
+    state = contents.get(part) if isinstance(contents, Mapping) else None
+    if not is_state(state):
+        has = ", ".join(map(str, list(contents)[:8])) if isinstance(contents, Mapping) else "no names"
+        raise InputError(
+            f"{path} holds no weights under '{part}', but {has}: name an encoder in it, as {path}#encoder."
+        )
+    if state and all(name.startswith(PARALLEL) for name in state):
+        return {name.removeprefix(PARALLEL): tensor for name, tensor in state.items()}
+    return dict(state)
+
+
+def released_encoder(contents: Any, path: Path, part: Part) -> Encoder:
+    """Build one of the two encoders of a file's contents."""
+    return encoder_from_timm_names(state_of(contents, part, path), f"{path}#{part}")
+
+
+class ReleasedModel(NamedTuple):
+    """A whole released model: the config that builds it here, its weights under our names, its predictor's positions."""
 
     config: TrainConfig
     tensors: dict[str, Tensor]
     table: Float[Tensor, "n_patches width"]
-    """The predictor's positions as the file has them."""
-
-    def build(self) -> IJEPA:
-        """The objective with these weights, and with the file's own table of positions should it differ from ours."""
-        objective = build_ijepa(self.config)
-        objective.load_state_dict(self.tensors, strict=True)
-        if not self.has_our_positions(objective):
-            positions = objective.predictor.positions
-            base = positions.base if isinstance(positions, StochasticPositions) else positions
-            assert isinstance(base, SinCosPositions)
-            base._table.copy_(self.table)
-        return objective
-
-    def has_our_positions(self, objective: IJEPA) -> bool:
-        """Whether the file's positions are those that the objective computes, to rounding."""
-        table = objective.predictor.positions.table().detach().cpu()
-        return table.shape == self.table.shape and torch.allclose(table, self.table, atol=TABLE_TOLERANCE)
 
 
-def is_release(contents: Any) -> bool:
-    """Whether a pickle holds what the releases' training scripts save."""
-    return isinstance(contents, Mapping) and any(isinstance(contents.get(part), Mapping) for part in PARTS)
-
-
-def released_encoder(contents: Any, path: Path, part: Part = "target_encoder") -> Encoder:
-    """One of the two encoders of a file that was read already."""
-    return encoder_from_timm_names(state_of(contents, part, path), f"{path}#{part}")
-
-
-def load_released_model(path: Path, positions: PositionsConfig | None = None) -> ReleasedModel:
-    """The whole model of a file; whether it was trained with stochastic positions is not in it: say it with `positions`.
-
-    Not given, they are I-JEPA's; the StoP release's are PositionsConfig(convention="release").
-    """
-    return released_model(read_pickle(path), path, positions or PositionsConfig(kind="sincos"))
-
-
-def released_model(contents: Any, path: Path, positions: PositionsConfig) -> ReleasedModel:
-    """The whole model of a file that was read already."""
-    if not is_release(contents):
-        raise InputError(f"{path} is no checkpoint of the I-JEPA or StoP release: it holds no 'target_encoder'.")
-    encoders = {part: released_encoder(contents, path, part) for part in PARTS}
-    encoder, target = encoders["encoder"], encoders["target_encoder"]
+def released_model(contents: Any, path: Path) -> ReleasedModel:
+    """Convert all parts of a file's contents; whether positions were stochastic is not in the file."""
+    encoder, target = (released_encoder(contents, path, part) for part in PARTS)
     if encoder.architecture() != target.architecture():
         raise InputError(f"{path} has an encoder and a target encoder of different shapes: download it again.")
     predictor = state_of(contents, "predictor", path)
     config = TrainConfig(
-        data="", encoder=_encoder_config(encoder), predictor=_predictor_config(predictor, path), positions=positions
+        data="",
+        encoder=_encoder_config(encoder),
+        predictor=_predictor_config(predictor, path),
+        positions=PositionsConfig(kind="sincos"),
     )
     with torch.device("meta"):
         expected = build_ijepa(config).predictor
-    if wrong := misfit(predictor, _their_names(expected)):
-        raise InputError(f"{path}#predictor does not fit its encoder: of its weights are {wrong}.")
+    if wrong := misfit(predictor, _released_names(expected)):
+        raise InputError(f"{path}#predictor does not fit its encoder: {wrong}.")
     copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in predictor.items()}
     tensors = {
-        f"predictor.{name}": copies[_their_name(name)].view(t.shape) for name, t in expected.state_dict().items()
+        f"predictor.{name}": copies[_released_name(name)].view(t.shape) for name, t in expected.state_dict().items()
     }
     tensors |= {f"encoder.vit.{name}": tensor for name, tensor in encoder.vit.state_dict().items()}
     tensors |= {f"target.vit.{name}": tensor for name, tensor in target.vit.state_dict().items()}
     return ReleasedModel(config, tensors, copies[TABLE][0])
 
 
-def is_state(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
-    """Whether it is tensors by name."""
-    return isinstance(value, Mapping) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
-
-
-def state_of(contents: Any, part: str, path: Path) -> dict[str, Tensor]:
-    """The weights of one part, without the prefix that training on several devices leaves."""
-    state = contents.get(part) if isinstance(contents, Mapping) else None
-    if not is_state(state):
-        has = ", ".join(map(str, list(contents)[:8])) if isinstance(contents, Mapping) else "no names at all"
-        raise InputError(f"{path} holds no weights under '{part}': it has {has}; an encoder of it is {path}#encoder.")
-    if state and all(name.startswith(PARALLEL) for name in state):
-        return {name.removeprefix(PARALLEL): tensor for name, tensor in state.items()}
-    return dict(state)
-
-
-def _their_names(predictor: Predictor) -> dict[str, Tensor]:
-    """What the releases store of a predictor of this make."""
-    tensors = {_their_name(name): tensor for name, tensor in predictor.state_dict().items()}
+def _released_names(predictor: Predictor) -> dict[str, Tensor]:
+    """Return what the releases store of such a predictor."""
+    tensors = {_released_name(name): tensor for name, tensor in predictor.state_dict().items()}
     return tensors | {"mask_token": predictor.mask_token[None, None], TABLE: predictor.positions.table()[None]}
 
 
-def _their_name(name: str) -> str:
+def _released_name(name: str) -> str:
     place, dot, rest = name.partition(".")
     return PREDICTOR_NAMES.get(place, place) + dot + rest
 

@@ -1,4 +1,4 @@
-"""The nearest neighbours in feature space, by cosine, and their votes."""
+"""Nearest neighbours in feature space, by cosine, and their votes."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,12 @@ def nearest(
     k: int,
     centre: Float[Tensor, " dim"] | None = None,
 ) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
-    """Cosines and numbers of the k nearest keys, nearest first, on the device of the queries; the keys may lie elsewhere."""
+    """Return cosines and indices of the k nearest keys, nearest first.
+
+    Args:
+        keys: features in chunks, on any device; the work is done on the device of the queries.
+        centre: subtracted from keys and queries.
+    """
     shift = torch.zeros_like(queries[0]) if centre is None else centre
     queries = F.normalize(queries - shift, dim=1)
     cosines, numbers, first = queries.new_empty(len(queries), 0), queries.new_empty(len(queries), 0).long(), 0
@@ -36,7 +41,7 @@ def nearest(
 def votes(
     cosines: Float[Tensor, "m k"], labels: Int[Tensor, "m k"], classes: int, temperature: float = TEMPERATURE
 ) -> Float[Tensor, "m classes"]:
-    """Votes of neighbours with these labels, each weighing exp(cosine / temperature)."""
+    """Return the votes of neighbours with these labels, each of weight exp(cosine / temperature)."""
     # Weights relative to the nearest: the same ranking of classes, and no overflow at low temperatures.
     weights = ((cosines - cosines[:, :1]) / temperature).exp()
     return weights.new_zeros(len(weights), classes).scatter_add(1, labels, weights)
@@ -50,7 +55,7 @@ def knn_votes(
     classes: int,
     temperature: float = TEMPERATURE,
 ) -> Float[Tensor, "m classes"]:
-    """Votes of the k nearest training images."""
+    """Return the votes of the k nearest training images."""
     parts = []
     for part in queries.split(QUERIES_AT_A_TIME):
         cosines, numbers = nearest([train_features], part, k)

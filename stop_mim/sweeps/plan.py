@@ -1,235 +1,224 @@
-"""A sweep as it is to be run: its grid with every value that changes results, kept in OUT/sweep.json, and its jobs."""
+"""The plan of a sweep: its runs as ordinary commands, and OUT/sweep.json, which keeps what their results depend on."""
 
-import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
-from stop_mim.seeds import seeded_generator
-from stop_mim.sweeps.config import SweepConfig
-from stop_mim.sweeps.grid import Variant, find_sweep, with_overrides
-from stop_mim.sweeps.probe import Probe
-from stop_mim.sweeps.scales import base_config, find_scale, probe_of, shown_scores
-from stop_mim.training.build import build_masks
-from stop_mim.training.config import (
-    CheckpointConfig,
-    LogConfig,
-    MaskConfig,
-    SpeedConfig,
-    TrainConfig,
-    from_json,
-    to_json,
-)
-from stop_mim.training.distributed import Ranks
-from stop_mim.training.feasibility import check_model, split_batch
+from stop_mim.sweeps.grid import SWEEPS, Overrides, as_flags, changes, with_overrides
+from stop_mim.sweeps.scales import SCALES
 
-PLAN_FILE = "sweep.json"
-FORMAT = "stop-mim sweep 1"
+if TYPE_CHECKING:
+    from stop_mim.training.config import TrainConfig
+
+PLAN_FILE, SCORES_FILE = "sweep.json", "scores.json"
+FORMAT = "stop-mim sweep 2"
+# Groups of fields that do not change results.
+WITHOUT_EFFECT = ("speed.", "log.", "checkpoint.")
+
+
+@dataclass(frozen=True)
+class SweepConfig(Checked):
+    """Run a grid of variants over seeds and compare them. The same command continues where an earlier one stopped.
+
+    Other options, such as --optim.lr 1e-3 or --speed.device cpu, go to `pretrain` (speed also to `evaluate`).
+    """
+
+    scale: str = "demo"
+    """demo: drawn scenes, minutes on two cores; tiny-imagenet: ViT-S/8, 20 epochs; imagenet: ViT-B/16, 300 epochs."""
+    data: str = ""
+    """Training images; the demo scale has its own."""
+    probe_data: str | None = None
+    """Labelled images for the probes; default: the training images."""
+    test_data: str | None = None
+    """Test images of the probes; default: the test split of the labelled images, or a fifth of them."""
+    low_shot_list: Path | None = None
+    """Text file with the names of the few labelled images (imagenet: the published 1%); default: drawn at random."""
+    seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO)] = (0, 1, 2)
+    """Seeds of each variant; fewer than three allow no comparison."""
+    variants: tuple[str, ...] = ()
+    """Variants to run; default: all."""
+    baseline: str | None = None
+    """Variant that the others are compared with; default: the sweep's."""
+    epochs: Annotated[int | None, ABOVE_ZERO] = None
+    """Epochs of every run instead of the scale's; the warm-up keeps its fraction."""
+    out: Path | None = None
+    """Directory of all runs and of the summary; default: runs/sweep-NAME-SCALE."""
+    side_by_side: Annotated[int, ABOVE_ZERO] = 1
+    """Runs at the same time on each GPU, or on the CPU."""
+    launch: Literal["local", "submitit"] = "local"
+    """local: processes on this machine; submitit: a job a run, on SLURM where there is one."""
+    job: tuple[str, ...] = ()
+    """Parameters of submitit's jobs, such as timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
+    dry_run: bool = False
+    """Print the grid, the commands and the estimated time, and run nothing."""
+    retry_failed: bool = False
+    """Run again what failed before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("seeds", len({*self.seeds}) == len(self.seeds), "give every seed once")
+        self.require("job", all("=" in one for one in self.job), "give NAME=VALUE")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep."""
+    """One run of a sweep: a training, then an evaluation."""
 
     variant: str
     seed: int
+    folder: Path
     recipe: str
-    config: TrainConfig
-    probe: Probe
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run."""
-        return Path(self.config.out or "")
+    options: tuple[str, ...]
+    """Of `pretrain`."""
+    speed: tuple[str, ...]
+    """Those of `options` that `resume` and `evaluate` take too."""
+    evaluate: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """For people."""
-        return f"{self.variant} seed {self.seed}"
+        """Return the run's directory within the sweep's."""
+        return f"{self.variant}/seed-{self.seed}"
 
-    def to_line(self) -> str:
-        """All of it on one line."""
-        fields = {name: getattr(self, name) for name in ("variant", "seed", "recipe")}
-        return json.dumps(
-            {**fields, "config": json.loads(to_json(self.config)), "probe": dataclasses.asdict(self.probe)}
-        )
+    @property
+    def finished(self) -> bool:
+        """Whether the run is trained and evaluated."""
+        return (self.folder / SCORES_FILE).exists()
 
-    @staticmethod
-    def from_line(line: str) -> "Job":
-        """The job that `to_line` wrote."""
-        plain = json.loads(line)
-        config, probe = from_json(json.dumps(plain.pop("config"))), _probe_from(plain.pop("probe"))
-        return Job(**plain, config=config, probe=probe)
+    def training(self) -> list[str]:
+        """Return the arguments that begin the training, or continue it."""
+        if (self.folder / "config.json").exists():
+            return ["resume", str(self.folder), *self.speed]
+        return ["pretrain", self.recipe, *self.options]
+
+    def evaluation(self) -> list[str]:
+        """Return the arguments that evaluate the encoder."""
+        return ["evaluate", str(self.folder), *self.evaluate, *self.speed, "--json", str(self.folder / SCORES_FILE)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides the results of a sweep, but for its seeds."""
+    """A sweep at a scale, with all settings of its runs but the seeds."""
 
     sweep: str
     scale: str
     recipe: str
     baseline: str
+    variants: dict[str, Overrides]
+    base: "TrainConfig"
+    """The config that the variants change."""
+    evaluate: tuple[str, ...]
     shown: tuple[str, ...]
-    base: TrainConfig
-    variants: tuple[Variant, ...]
-    probe: Probe
+    """Scores that the tables show."""
+    out: Path
 
-    def names(self) -> list[str]:
-        """The variants by name."""
-        return [variant.name for variant in self.variants]
+    def jobs(self, config: SweepConfig) -> Iterator[Job]:
+        """Yield the runs, seed by seed, so that a sweep that is stopped has complete seeds."""
+        from stop_mim.training.recipes import find_recipe
 
-    def variant(self, name: str) -> Variant:
-        """The variant of that name."""
-        return next(variant for variant in self.variants if variant.name == name)
+        default = find_recipe(self.recipe)
+        for seed in config.seeds:
+            for variant in config.variants or self.variants:
+                folder = self.out / variant / f"seed-{seed}"
+                run = with_overrides(self.base, {**self.variants[variant], "seed": seed, "out": str(folder)})
+                changed = changes(run, default)
+                speed = {path: value for path, value in changed.items() if path.startswith("speed.")}
+                options, fast = tuple(as_flags(changed, run)), tuple(as_flags(speed, run))
+                yield Job(variant, seed, folder, self.recipe, options, fast, self.evaluate)
 
-    def jobs(self, out: Path, seeds: Iterable[int], variants: Iterable[str] = ()) -> Iterator[Job]:
-        """A job for each seed and variant: seed by seed, so that a sweep that is stopped has whole seeds."""
-        chosen = set(variants) or set(self.names())
-        for seed in seeds:
-            for variant in self.variants:
-                if variant.name in chosen:
-                    config = with_overrides(self.base, variant.overrides)
-                    folder = run_folder(out, variant.name, seed)
-                    yield Job(variant.name, seed, self.recipe, replace(config, seed=seed, out=str(folder)), self.probe)
+    def document(self) -> dict[str, Any]:
+        """Return what results depend on, as JSON values."""
+        from stop_mim.training.recipes import find_recipe
+
+        changed = changes(self.base, find_recipe(self.recipe))
+        document = {
+            "format": FORMAT,
+            "sweep": self.sweep,
+            "scale": self.scale,
+            "recipe": self.recipe,
+            "config": {path: value for path, value in changed.items() if not path.startswith(WITHOUT_EFFECT)},
+            "evaluate": self.evaluate,
+            "variants": self.variants,
+        }
+        return json.loads(json.dumps(document))
+
+    def keep(self) -> None:
+        """Write OUT/sweep.json."""
+        text = json.dumps(self.document(), indent=2)
+        write_atomically(self.out / PLAN_FILE, lambda file: file.write_text(text + "\n"))
 
     def check(self) -> None:
-        """Refuse a variant that could not run, whatever the data are."""
-        sampled: set[MaskConfig] = set()
-        for variant in self.variants:
-            try:
-                config = with_overrides(self.base, variant.overrides)
-                split_batch(config, Ranks(0, 1, 1, torch.device("cpu")))
-                grid = check_model(config).grid
-                if config.masks not in sampled:
-                    sampled.add(config.masks)
-                    # The released sampler finds out what it cannot do only when it samples.
-                    masks = build_masks(config.masks, grid)
-                    masks.sample(min(16, config.optim.batch_size), "cpu", seeded_generator("cpu", 0, "masks"))
-            except InputError as error:
-                raise InputError(f"The variant '{variant.name}' cannot run: {error}") from error
+        """Raise InputError if the directory holds something else than this sweep."""
+        file = self.out / PLAN_FILE
+        if not file.exists():
+            if self.out.exists() and any(not path.name.startswith(".") for path in self.out.iterdir()):
+                raise InputError(f"{self.out} exists and is not the directory of a sweep: choose another --out.")
+            return
+        try:
+            before = dict(json.loads(file.read_text()))
+        except ValueError as error:
+            raise InputError(f"{file} cannot be read ({error}): restore it, or choose another --out.") from error
+        for name, now in self.document().items():
+            if before.get(name) != now:
+                raise InputError(
+                    f"{self.out} holds a sweep with other settings ({name} was {before.get(name)} and is {now} now): "
+                    "choose another --out."
+                )
 
 
-def run_folder(out: Path, variant: str, seed: int) -> Path:
-    """Where a run of a sweep lies."""
-    return out / variant / f"seed-{seed}"
+def base_config(config: SweepConfig) -> "TrainConfig":
+    """Return the config of a scale's runs, before the options of the command line."""
+    from stop_mim.training.recipes import find_recipe
+
+    scale = SCALES.find(config.scale)()
+    base = with_overrides(find_recipe(scale.recipe), scale.overrides)
+    if config.data:
+        base = replace(base, data=config.data)
+    if config.epochs is not None:
+        warmup = base.optim.warmup_epochs * config.epochs / base.optim.epochs
+        base = replace(base, optim=replace(base.optim, epochs=config.epochs, warmup_epochs=warmup))
+    return base
 
 
-def make_plan(name: str, config: SweepConfig) -> Plan:
-    """The plan of a named sweep; what cannot work is refused."""
-    sweep, scale = find_sweep(name), find_scale(config.scale)
-    variants = [variant.name for variant in sweep.variants]
-    _check_seeds(config.seeds)
-    for given in [*config.variants, *([config.baseline] if config.baseline else [])]:
-        if given not in variants:
-            raise InputError(f"The sweep '{name}' has no variant '{given}': choose one of {', '.join(variants)}.")
-    if config.side_by_side is not None and config.side_by_side < 1:
-        raise InputError(f"side_by_side is {config.side_by_side}: give a number above zero, or leave it out.")
-    base, probe = base_config(scale, config), probe_of(scale, config)
+def make_plan(name: str, config: SweepConfig, base: "TrainConfig | None" = None) -> Plan:
+    """Return the plan of a named sweep, with `base` instead of the scale's config; raise InputError if it cannot run."""
+    sweep, scale = SWEEPS.find(name)(), SCALES.find(config.scale)()
+    base = base or base_config(config)
+    for given in [*config.variants, *filter(None, [config.baseline])]:
+        if given not in sweep.variants:
+            raise InputError(f"The sweep '{name}' has no variant '{given}': choose from {', '.join(sweep.variants)}.")
     if not base.data and not config.dry_run:
-        raise InputError(f"The scale {scale.name} has no images of its own: add --data with the name of a data set.")
-    plan = Plan(
+        raise InputError(f"The scale {config.scale} has no images: add --data with the name of a dataset.")
+    for variant, overrides in sweep.variants.items():
+        try:
+            with_overrides(base, overrides)
+        except InputError as error:
+            raise InputError(f"The variant '{variant}' cannot run: {error}") from error
+    return Plan(
         name,
-        scale.name,
+        config.scale,
         scale.recipe,
         config.baseline or sweep.baseline,
-        shown_scores(scale, probe),
+        dict(sweep.variants),
         base,
-        sweep.variants,
-        probe,
+        (*scale.evaluate, *_probes(config, scale.evaluate)),
+        scale.shown,
+        config.out or Path("runs") / f"sweep-{name}-{config.scale}",
     )
-    plan.check()
-    return plan
 
 
-def _check_seeds(seeds: tuple[int, ...]) -> None:
-    if not seeds:
-        raise InputError("seeds is empty: give at least one seed.")
-    twice = [seed for seed in seeds if seeds.count(seed) > 1]
-    if twice:
-        raise InputError(f"seeds has {twice[0]} twice: give every seed once.")
-    if min(seeds) < 0:
-        raise InputError(f"seeds has {min(seeds)}: give numbers that are zero or positive.")
-
-
-def out_folder(name: str, config: SweepConfig) -> Path:
-    """The folder that was asked for, or the same one for every sweep of that name and scale."""
-    return config.out or Path("runs") / f"sweep-{name}-{config.scale}"
-
-
-def write_plan(out: Path, plan: Plan) -> None:
-    """Keep the plan in the folder of its runs."""
-    document = {"format": FORMAT, **_plain(plan)}
-    write_atomically(out / PLAN_FILE, lambda file: file.write_text(json.dumps(document, indent=2) + "\n"))
-
-
-def read_plan(out: Path) -> Plan:
-    """The plan of the sweep in a folder."""
-    file = out / PLAN_FILE
-    if not file.exists():
-        raise InputError(f"{out} holds no sweep (no {PLAN_FILE}): name the folder of a sweep.")
-    try:
-        plain = json.loads(file.read_text())
-        if plain.pop("format") != FORMAT:
-            raise ValueError("another format")
-        base = from_json(json.dumps(plain.pop("base")))
-        variants = tuple(Variant(name, _tuples(overrides)) for name, overrides in plain.pop("variants").items())
-        shown, probe = tuple(plain.pop("shown")), _probe_from(plain.pop("probe"))
-        return Plan(**plain, shown=shown, base=base, variants=variants, probe=probe)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} cannot be read ({error}): restore it, or choose another --out.") from error
-
-
-def require_same_plan(out: Path, plan: Plan) -> None:
-    """Refuse a folder that holds something else than this sweep, begun or not."""
-    if not out.exists():
-        return
-    if not out.is_dir() or (not (out / PLAN_FILE).exists() and any(_visible(out))):
-        raise InputError(f"{out} exists and is not the folder of a sweep: choose another --out.")
-    if not (out / PLAN_FILE).exists():
-        return
-    before, now = _flat(_plain(_settled(read_plan(out)))), _flat(_plain(_settled(plan)))
-    for name in [*now, *before]:
-        if before.get(name) != now.get(name):
-            raise InputError(
-                f"{out} holds another sweep ('{before['sweep']}' at the scale {before['scale']}; {name} was "
-                f"{before.get(name)} there and is {now.get(name)} now): choose another --out."
-            )
-
-
-def _visible(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def _settled(plan: Plan) -> Plan:
-    """Without what changes no result."""
-    base = replace(plan.base, speed=SpeedConfig(), log=LogConfig(), checkpoint=CheckpointConfig())
-    return replace(plan, base=base, baseline="", shown=())
-
-
-def _plain(plan: Plan) -> dict[str, Any]:
-    plain = dataclasses.asdict(plan)
-    plain["variants"] = {variant.name: dict(variant.overrides) for variant in plan.variants}
-    return plain
-
-
-def _flat(plain: Any, path: str = "") -> dict[str, Any]:
-    """Nested values by dotted names, tuples and lists alike."""
-    if isinstance(plain, Mapping):
-        parts = (_flat(value, f"{path}.{name}" if path else name) for name, value in plain.items())
-        return {name: value for part in parts for name, value in part.items()}
-    return {path: list(plain) if isinstance(plain, tuple) else plain}
-
-
-def _tuples(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in overrides.items()}
-
-
-def _probe_from(plain: Mapping[str, Any]) -> Probe:
-    return Probe(**_tuples(plain))
+def _probes(config: SweepConfig, evaluate: tuple[str, ...]) -> list[str]:
+    """Return the options of `evaluate` that name the user's labelled images."""
+    given = {"--test-data": config.test_data, "--low-shot.list-file": config.low_shot_list}
+    named = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+    if "--data" not in evaluate:
+        return ["--data", config.probe_data or config.data, *named]
+    if config.probe_data or named:
+        raise InputError(
+            f"The scale {config.scale} has its own labelled images: leave {config.probe_data or named[1]} out."
+        )
+    return []

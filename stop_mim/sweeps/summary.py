@@ -1,10 +1,10 @@
-"""What a sweep found: mean and spread over seeds, and paired differences to the baseline, from the folders of its runs."""
+"""The summary of a sweep: mean and standard deviation over seeds, and differences to the baseline paired by seed."""
 
 import csv
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,22 @@ from rich.markup import escape
 from rich.table import Table
 from scipy import stats
 
-from stop_mim.errors import InputError
+from stop_mim.evaluation.results import read_results
 from stop_mim.files import write_atomically
-from stop_mim.sweeps.outcome import Outcome, read_outcome
-from stop_mim.sweeps.plan import Plan, read_plan, run_folder
+from stop_mim.sweeps.plan import SCORES_FILE, Job, Plan
+from stop_mim.training.run_folder import read_metrics
 
 SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
-FORMAT = "stop-mim sweep summary 1"
+FORMAT = "stop-mim sweep summary 2"
 CONFIDENCE = 0.95
 LEAST_SEEDS = 3
-# Shown beside the scores, with the names that the paper gives them.
-SIGNS = {"health/A_norm": "|A|", "health/mask_token_norm": "|m̃|"}
+# Health metrics that the tables show, with the paper's names.
+HEALTH = {"health/A_norm": "|A|", "health/mask_token_norm": "|m̃|"}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation (n - 1 in its denominator) over seeds; one seed has none."""
+    """Mean and standard deviation (n - 1 in the denominator) over seeds; one seed has no standard deviation."""
 
     n: int
     mean: float
@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean over common seeds of variant minus baseline, and its 95% interval by Student's t; one seed has none."""
+    """Mean over common seeds of variant minus baseline, with its 95% interval by Student's t; one seed has none."""
 
     n: int
     mean: float
@@ -47,14 +47,24 @@ class Difference:
     note: str
 
 
+@dataclass(frozen=True)
+class Score:
+    """One number of one variant."""
+
+    by_seed: dict[int, float]
+    over_seeds: Spread
+    difference: Difference | None
+    """To the baseline; the baseline has none."""
+
+
 def spread(values: Sequence[float]) -> Spread:
-    """Mean and standard deviation."""
+    """Return mean and standard deviation."""
     std = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return Spread(len(values), float(np.mean(values)), std)
 
 
 def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """How far a variant is from the baseline, both by seed; none without a common seed."""
+    """Return the difference of values to those of the baseline, both by seed; None without a common seed."""
     differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     if not differences:
         return None
@@ -67,20 +77,30 @@ def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]
 
 
 def seeds_note(n: int) -> str:
-    """What so few seeds do not allow."""
+    """Return a warning where seeds are too few for a comparison."""
     if n == 1:
         return "one seed: no interval"
     return f"{n} seeds: no comparison" if n < LEAST_SEEDS else ""
 
 
-@dataclass(frozen=True)
-class Score:
-    """One number of one variant, over seeds."""
+Values = dict[str, dict[int, dict[str, float]]]
+"""Numbers by variant, seed and name."""
 
-    by_seed: dict[int, float]
-    over_seeds: Spread
-    difference: Difference | None
-    """To the baseline; the baseline has none."""
+
+def compare(values: Values, baseline: str) -> dict[str, dict[str, Score]]:
+    """Return the scores of each variant by name; numbers that are not finite are left out."""
+    by_seed: dict[str, dict[str, dict[int, float]]] = {variant: {} for variant in values}
+    for variant, runs in values.items():
+        for seed, numbers in runs.items():
+            for name, value in numbers.items():
+                if math.isfinite(value):
+                    by_seed[variant].setdefault(name, {})[seed] = value
+
+    def score(variant: str, name: str, own: dict[int, float]) -> Score:
+        apart = None if variant == baseline else paired_difference(own, by_seed[baseline].get(name, {}))
+        return Score(own, spread(list(own.values())), apart)
+
+    return {variant: {name: score(variant, name, own) for name, own in row.items()} for variant, row in by_seed.items()}
 
 
 @dataclass(frozen=True)
@@ -89,64 +109,47 @@ class Summary:
 
     plan: Plan
     scores: dict[str, dict[str, Score]]
-    """By variant, then by name; a variant of which no run is finished has none."""
-    failed: dict[tuple[str, int], str]
-    """Why, by variant and seed."""
-    unfinished: list[tuple[str, int]]
+    """By variant and name; a variant without a finished run has none."""
+    failed: dict[str, str]
+    """Reasons by run."""
+    unfinished: list[str]
 
     def columns(self) -> list[str]:
-        """The scores and signs that tables show."""
-        return [*self.plan.shown, *SIGNS]
+        """Return the names of the numbers that tables show."""
+        found = dict.fromkeys(name for row in self.scores.values() for name in row)
+        scores = [name for name in found if not name.startswith("health/")]
+        shown = [name for name in self.plan.shown if name in found] or scores
+        return [*shown, *(name for name in HEALTH if name in found)]
 
     def fewest_seeds(self) -> int:
-        """Of all variants that have been run."""
+        """Return the smallest number of seeds of any score."""
         return min((score.over_seeds.n for row in self.scores.values() for score in row.values()), default=0)
 
 
-def summarise(out: Path, baseline: str | None = None, asked: Sequence[tuple[str, int]] = ()) -> Summary:
-    """All runs that lie in the folder of a sweep; those that were asked for and are not finished are named."""
-    plan = read_plan(out)
-    baseline = baseline or plan.baseline
-    if baseline not in plan.names():
-        raise InputError(f"There is no variant '{baseline}' in {out}: choose one of {', '.join(plan.names())}.")
-    outcomes = {
-        (name, seed): read_outcome(run_folder(out, name, seed)) for name in plan.names() for seed in _seeds(out / name)
+def read_scores(run: Path) -> dict[str, float]:
+    """Return the headline scores of a run's evaluation by name, and its health metrics after the last step."""
+    scores = {
+        evaluation.name_of(score): score.value
+        for evaluation in read_results(run / SCORES_FILE)
+        for score in evaluation.scores
+        if score.headline
     }
-    finished = {key: one for key, one in outcomes.items() if one is not None and one.error is None}
-    failed = {key: one.error for key, one in outcomes.items() if one is not None and one.error is not None}
-    open_ones = [key for key in dict.fromkeys([*asked, *outcomes]) if key not in finished and key not in failed]
-    scores = _scores(plan.names(), baseline, finished)
-    return Summary(replace(plan, baseline=baseline), scores, failed, open_ones)
+    last = (read_metrics(run) or [{}])[-1]
+    return scores | {name: value for name, value in last.items() if name.startswith("health/")}
 
 
-def _seeds(folder: Path) -> list[int]:
-    names = [path.name.removeprefix("seed-") for path in folder.glob("seed-*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _scores(
-    variants: Sequence[str], baseline: str, finished: Mapping[tuple[str, int], Outcome]
-) -> dict[str, dict[str, Score]]:
-    values: dict[str, dict[str, dict[int, float]]] = {name: {} for name in variants}
-    for (variant, seed), outcome in finished.items():
-        for metric, value in outcome.metrics.items():
-            if math.isfinite(value):
-                values[variant].setdefault(metric, {})[seed] = value
-    return {
-        variant: {
-            metric: Score(
-                by_seed,
-                spread(list(by_seed.values())),
-                None if variant == baseline else paired_difference(by_seed, values[baseline].get(metric, {})),
-            )
-            for metric, by_seed in row.items()
-        }
-        for variant, row in values.items()
-    }
+def summarise(plan: Plan, asked: Sequence[Job], failed: Mapping[str, str]) -> Summary:
+    """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
+    values: Values = {variant: {} for variant in plan.variants}
+    for variant, runs in values.items():
+        for file in sorted((plan.out / variant).glob(f"seed-*/{SCORES_FILE}")):
+            runs[int(file.parent.name.removeprefix("seed-"))] = read_scores(file.parent)
+    unfinished = [job.name for job in asked if not job.finished and job.name not in failed]
+    return Summary(plan, compare(values, plan.baseline), dict(failed), unfinished)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """All of it as plain values; nothing in it depends on when or how fast it was measured."""
+    """Return the summary as JSON values; nothing in it depends on when or how fast it was measured."""
     plan = summary.plan
     return {
         "format": FORMAT,
@@ -159,26 +162,26 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "note": seeds_note(summary.fewest_seeds()),
         "shown": summary.columns(),
         "variants": {
-            variant.name: {
-                "overrides": dict(variant.overrides),
+            variant: {
+                "overrides": dict(overrides),
                 "scores": {
                     name: {
                         **asdict(score.over_seeds),
                         "by_seed": {str(seed): value for seed, value in score.by_seed.items()},
                         "difference": None if score.difference is None else asdict(score.difference),
                     }
-                    for name, score in summary.scores[variant.name].items()
+                    for name, score in summary.scores[variant].items()
                 },
             }
-            for variant in plan.variants
+            for variant, overrides in plan.variants.items()
         },
-        "failed": [{"variant": name, "seed": seed, "error": why} for (name, seed), why in summary.failed.items()],
-        "unfinished": [{"variant": name, "seed": seed} for name, seed in summary.unfinished],
+        "failed": summary.failed,
+        "unfinished": summary.unfinished,
     }
 
 
 def write_summary(out: Path, summary: Summary) -> None:
-    """summary.json and summary.csv, a line a number."""
+    """Write summary.json and summary.csv, which has one line for each number."""
     text = json.dumps(as_json(summary), indent=2)
     write_atomically(out / SUMMARY_JSON, lambda file: file.write_text(text + "\n"))
     write_atomically(out / SUMMARY_CSV, lambda file: _write_csv(file, summary))
@@ -193,49 +196,39 @@ def _write_csv(file: Path, summary: Summary) -> None:
         for variant, row in summary.scores.items():
             for name, score in row.items():
                 over, apart = score.over_seeds, score.difference
-                compared: list[Any] = ["", "", "", "", seeds_note(over.n)]
+                compared: list[Any] = [None, None, None, None, seeds_note(over.n)]
                 if apart is not None:
-                    compared = [apart.mean, _blank(apart.low), _blank(apart.high), apart.n, apart.note]
+                    compared = [apart.mean, apart.low, apart.high, apart.n, apart.note]
                 first = [summary.plan.sweep, summary.plan.scale, variant, name]
-                writer.writerow([*first, over.n, over.mean, _blank(over.std), *compared])
-
-
-def _blank(value: float | None) -> float | str:
-    return "" if value is None else value
+                writer.writerow([*first, over.n, over.mean, over.std, *compared])
 
 
 def show_summary(summary: Summary, console: Console) -> None:
-    """The two tables, if anything is finished, and what must be said of them."""
+    """Print both tables, if any run is finished, and remarks."""
     if any(summary.scores.values()):
         console.print(means_table(summary))
         console.print(differences_table(summary))
     for line in _remarks(summary):
-        style = "yellow" if " failed: " in line else None
-        console.print(escape(line), highlight=False, soft_wrap=True, style=style)
+        console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 def _remarks(summary: Summary) -> Iterator[str]:
-    for (name, seed), why in summary.failed.items():
-        yield f"{name} seed {seed} failed: {why}"
-    for name, seed in summary.unfinished:
-        yield f"{name} seed {seed} is not finished."
+    for name, reason in summary.failed.items():
+        yield f"{name} failed: {reason}"
+    for name in summary.unfinished:
+        yield f"{name} is not finished."
     fewest = summary.fewest_seeds()
     if 0 < fewest < LEAST_SEEDS:
-        why = "One seed has no interval" if fewest == 1 else "Two seeds have intervals, but hardly any certainty"
-        yield f"{why}: this is no comparison, give at least {LEAST_SEEDS} seeds."
+        yield f"{seeds_note(fewest).capitalize()}; give at least {LEAST_SEEDS} seeds."
     if fewest > 1:
-        yield "Intervals are of single differences over seeds (Student's t), on one test set, not corrected for their number."
-    if fewest and summary.plan.probe.kind == "scenes":
-        yield "Chance: count 12.5, distance 16.7."
+        yield "Intervals: single differences over seeds (Student's t) on one test set, not corrected for their number."
 
 
 def means_table(summary: Summary) -> Table:
-    """A row for each variant: mean ± standard deviation over seeds."""
+    """Return a table with a row for each variant: mean ± standard deviation over seeds."""
     plan = summary.plan
-    title = (
-        f"{plan.sweep} at {plan.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (accuracies in %)"
-    )
-    table = _table(title, summary, ["n"])
+    title = f"{plan.sweep} at {plan.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
+    table = _table(title, summary, "n")
     for variant, row in summary.scores.items():
         n = max((score.over_seeds.n for score in row.values()), default=0)
         table.add_row(escape(variant), str(n), *(_mean_cell(row.get(name)) for name in summary.columns()))
@@ -243,23 +236,19 @@ def means_table(summary: Summary) -> Table:
 
 
 def differences_table(summary: Summary) -> Table:
-    """A row for each variant but the baseline: paired difference and its interval."""
-    title = f"difference to {summary.plan.baseline}, same seeds [95% interval]"
-    table = _table(title, summary, ["pairs"])
+    """Return a table with a row for each variant but the baseline: paired difference and its interval."""
+    table = _table(f"difference to {summary.plan.baseline}, same seeds [95% interval]", summary, "pairs")
     for variant, row in summary.scores.items():
-        found = [row[name].difference for name in summary.columns() if name in row]
-        pairs = max((one.n for one in found if one is not None), default=0)
         if variant != summary.plan.baseline:
-            cells = (_difference_cell(row.get(name)) for name in summary.columns())
-            table.add_row(escape(variant), str(pairs), *cells)
+            pairs = max((score.difference.n for score in row.values() if score.difference is not None), default=0)
+            table.add_row(escape(variant), str(pairs), *(_difference_cell(row.get(name)) for name in summary.columns()))
     return table
 
 
-def _table(title: str, summary: Summary, after: list[str]) -> Table:
+def _table(title: str, summary: Summary, count: str) -> Table:
     table = Table(title=escape(title), title_justify="left")
     table.add_column("variant", no_wrap=True)
-    headings = [SIGNS.get(name, name.removesuffix("/top1").replace("/", "\n")) for name in summary.columns()]
-    for heading in [*after, *headings]:
+    for heading in [count, *(HEALTH.get(name, name.replace("/", "\n")) for name in summary.columns())]:
         table.add_column(escape(heading), justify="right")
     return table
 

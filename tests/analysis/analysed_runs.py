@@ -1,4 +1,4 @@
-"""One tiny run, trained once, and folders that pretend to be other runs: their numbers are chosen, so that sums are known."""
+"""One tiny trained run, and copies of it that pretend to be other runs with chosen numbers."""
 
 import io
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from stop_mim.evaluation.results import Evaluation, Score, add_results
 from stop_mim.training.config import (
     CheckpointConfig,
     EncoderConfig,
@@ -52,9 +53,27 @@ def pretend(base: Path, out: Path, seed=0, signs=None, positions=None, results=N
     lines = [json.loads(line) for line in (base / "metrics.jsonl").read_text().splitlines()]
     lines[-1] |= signs or {}
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if results is not None:
-        (out / "results.json").write_text(json.dumps({"format": "stop-mim results 1", "evaluations": results}))
+    add_results(out / "results.json", results or [])
     return out
+
+
+def evaluation(task, *scores, label="class", data="data/train.parquet", encoder="run", **protocol):
+    return Evaluation(encoder, task, label, data, "", protocol, 0, scores=list(scores))
+
+
+def top1(value, **more):
+    return Score("top1", value, headline=True, **more)
+
+
+def write_status(run, state, step, message=""):
+    status = {
+        "state": state,
+        "step": step,
+        "total_steps": 8,
+        "message": message,
+        "updated": "2026-01-02T03:04:05+00:00",
+    }
+    (run / "status.json").write_text(json.dumps(status))
 
 
 def probed(top1, A_norm=1.0, mask_token_norm=0.1):

@@ -73,7 +73,7 @@ def test_the_optimum_has_a_smaller_squared_error_than_the_convolution():
 
 @pytest.mark.parametrize(("prior", "reach"), [(uniform_prior(6.0), 6.0), (normal_prior(1.0), 2.5)])
 def test_a_trained_predictor_agrees_with_the_closed_form(prior, reach):
-    """Nobody told the network of priors and Gaussians: it agrees with the optimum, and not with the convolution."""
+    """The network, which knows nothing of priors, agrees with the optimum and not with the convolution."""
     network, r = train_predictor(square_wave, prior), places(reach)
     learned = network(r)
     assert (learned - optimal_predictor(square_wave, prior, r)).abs().max() < TOLERANCE

@@ -1,10 +1,9 @@
-"""A cache of the test's own, a run, labelled images of several kinds, and an encoder for them."""
+"""A cache for each test, a run, labelled images of several kinds, and an encoder for them."""
 
 import numpy as np
 import PIL.Image
 import pytest
-from quick_evaluation import silent
-from small_trainings import coloured, small_encoder
+from small_trainings import coloured, silent, small_encoder
 
 from stop_mim.training.config import (
     CheckpointConfig,
@@ -27,7 +26,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def colours(tmp_path):
-    """Twelve images a class to learn from and four to be tested on, of several sizes."""
+    """Twelve training and four test images per class, of several sizes."""
     random = np.random.default_rng(0)
     for split, count in (("train", 12), ("test", 4)):
         for name, colour in COLOURS.items():

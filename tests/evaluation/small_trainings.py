@@ -1,5 +1,6 @@
-"""Small labelled sets and encoders for evaluations that train, and what happens to those: interruptions, several processes."""
+"""Small labelled sets, encoders and tasks for tests, and what happens to trainings: interruptions, several processes."""
 
+import io
 import os
 import socket
 import subprocess
@@ -9,32 +10,31 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import nn
 
+from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.images import BadImage
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.evaluation.finetune import FinetuneConfig
-from stop_mim.evaluation.labelled_training import StateFile
-from stop_mim.evaluation.linear_sgd import LinearSGDConfig
+from stop_mim.evaluation.config import evaluate_config
+from stop_mim.evaluation.data import TaskData
+from stop_mim.evaluation.labelled_training import Conditions
+from stop_mim.evaluation.protocols import Protocol
+from stop_mim.evaluation.subject import Subject
+from stop_mim.evaluation.task import TASKS
+from stop_mim.evaluation.tasks.finetune import FinetuneOptions
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 1, CPU)
-NOWHERE = StateFile(None, {}, ALONE)
-QUICK = LinearSGDConfig(
-    epochs=4,
-    batch_size=32,
-    lrs=(0.5,),
-    milestones=(2, 3),
-    train_view="resize_flip",
-    test_view="resize",
-    held_out_part=0.2,
-)
-PRECONDITIONED = replace(QUICK, preconditioned=True, schedule="cosine", final_factor=0.0, lrs=(0.1,), weight_decay=1e-5)
-PLAIN = FinetuneConfig(
+SPEED = SpeedConfig(workers=0)
+WHOLE = Protocol("whole", 4, (2, 3), lrs=(0.5,), train_view="resize_flip", test_view="resize")
+NEWTON = replace(WHOLE, preconditioned=True, milestones=(), final_factor=0.0, lrs=(0.1,), weight_decay=1e-5)
+SHARED = {name: replace(one, epochs=2, milestones=()) for name, one in (("plain", WHOLE), ("newton", NEWTON))}
+PLAIN = FinetuneOptions(
     epochs=3,
     batch_size=32,
     lr=8e-3,
@@ -45,11 +45,13 @@ PLAIN = FinetuneConfig(
     cutmix=0.0,
     label_smoothing=0.0,
     erasing_probability=0.0,
-    train_view="resize_flip",
     flip_probability=0.0,
-    test_view="resize",
 )
-SPEED = SpeedConfig(workers=0)
+CONDITIONS = Conditions("resize_flip", "resize", AugmentConfig(flip_probability=0.0), 0, ALONE, SPEED)
+
+
+def silent():
+    return Console(file=io.StringIO(), width=160)
 
 
 class InMemory(ImageSource):
@@ -97,6 +99,26 @@ def small_encoder(depth=2, width=64, seed=0):
     return create_encoder(Dimensions(width, depth, 2), 16, 8).eval()
 
 
+def make_task(
+    name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALONE, flip=None, progress=None, seed=0, **options
+):
+    """A task of these sets, with this protocol instead of the data's; `options` are those of the task."""
+    kind = TASKS[name]
+    config = evaluate_config()(speed=speed, seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
+    subject = Subject("toy", encoder, None, config, 4, ranks, lambda name: None)
+    subject.protocol = lambda data: protocol
+    data = TaskData("class", int(train.classes.max()) + 1, train, test, held_out=False)
+    task = kind(name, config, subject, data, progress or (lambda done, total: None))
+    if flip is not None:
+        task.augmentation = lambda: AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=flip)
+    return task
+
+
+def scores_of(task):
+    task.check()
+    return {score.name: score.value for score in task.run()}
+
+
 class Interrupted(KeyboardInterrupt):
     pass
 
@@ -125,8 +147,11 @@ class HubModel(nn.Module):
         return SimpleNamespace(hidden_states=(torch.zeros_like(tokens), tokens))
 
 
-def run_processes(script, folder, count, port, *arguments):
+def run_processes(script, folder, count, *arguments):
     """Run a script in so many processes that know of each other, to its end."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -140,9 +165,3 @@ def run_processes(script, folder, count, port, *arguments):
     for process in processes:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -1,48 +1,90 @@
-"""The whole command: each task, results in every place, and one sentence for each mistake."""
+"""The whole command: tasks, encoders, results in every place, plugins, several processes, and bad input."""
 
 import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import PIL.Image
 import pytest
-from quick_evaluation import QUICK, complaint, names_of, silent
+import torch
 from rich.console import Console
+from safetensors.torch import save_file
+from small_trainings import silent
 
 from stop_mim.cli import main
 from stop_mim.data import videos
 from stop_mim.errors import InputError
-from stop_mim.evaluation.config import LinearOptions, LowShotConfig
+from stop_mim.evaluation import evaluate as evaluate_module
+from stop_mim.evaluation import subject as subject_module
+from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate
+from stop_mim.evaluation.propagation import PropagationConfig
+from stop_mim.evaluation.results import find_score, read_results
+from stop_mim.evaluation.task import TASKS
+from stop_mim.evaluation.tasks.finetune import FinetuneOptions, LowShotFinetuneOptions
+from stop_mim.evaluation.tasks.knn import KnnOptions
+from stop_mim.evaluation.tasks.linear import LinearOptions
+from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
+from stop_mim.evaluation.tasks.low_shot import LowShotOptions
+from stop_mim.evaluation.tasks.video import VideoOptions
+from stop_mim.exchange.export import export_encoder
+from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
+from stop_mim.training.config import SpeedConfig
+
+QUICK = evaluate_config()(
+    low_shot=LowShotOptions(("25%", "2"), draws=2),
+    knn=KnnOptions((3,)),
+    linear_sgd=LinearSGDOptions(epochs=2, batch_size=16),
+    finetune=FinetuneOptions(epochs=1, batch_size=16, warmup_epochs=0.5),
+    finetune_low_shot=LowShotFinetuneOptions(epochs=2, batch_size=8, warmup_epochs=0.5),
+    video=VideoOptions(propagation=PropagationConfig(short_side=32)),
+    speed=SpeedConfig(device="cpu", workers=0),
+)
+
+
+def complaint(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["evaluate", *(str(argument) for argument in arguments)])
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert "Traceback" not in captured.err
+    return captured.err.strip().splitlines()[-1]
+
+
+def value(evaluation, spec):
+    return find_score([evaluation], spec)[1].value
+
+
+# Tasks
 
 
 def test_every_task_on_a_folder(run, colours):
     console = silent()
     found = evaluate([str(run)], replace(QUICK, data=str(colours)), console)
     tasks = {one.task: one for one in found}
-    assert list(tasks) == ["linear", "knn", "low-shot", "linear-sgd", "finetune", "finetune-low-shot"]
-    assert {f"linear/{name}/top1" for name in ("last1", "last1+bn", "last2", "last2+bn")} < names_of(tasks["linear"])
+    assert set(tasks) == {"linear", "knn", "low-shot", "linear-sgd", "finetune", "finetune-low-shot"}
+    assert set([*tasks][-3:]) == {"linear-sgd", "finetune", "finetune-low-shot"}, "trainings come last"
     # Four plain colours: features of any network tell them apart.
-    assert tasks["linear"].metrics["linear/top1"] == 100
-    assert tasks["knn"].metrics["knn-centred/top1@3"] == 100
-    assert {"low-shot/25%/top1_std", "low-shot/2/top1"} < names_of(tasks["low-shot"])
-    assert tasks["low-shot"].metrics["low-shot/2/images"] == 8
-    assert "linear_sgd/last2+bn/top1" in tasks["linear-sgd"].metrics
-    assert "finetune/top1" in tasks["finetune"].metrics
-    assert "finetune-low-shot/25%/top1" in tasks["finetune-low-shot"].metrics
-    written = json.loads((run / "results.json").read_text())["evaluations"]
-    assert [one["task"] for one in written] == list(tasks)
-    for one in written:
-        assert one["seed"] == 0
-        assert one["protocol"]["name"] == "generic"
-        assert len(one["facts"]["data_fingerprint"]) == 16
-        assert one["facts"]["versions"]["torch"]
-    assert written[0]["intervals"]["linear/top1"][1] == 100
-    assert "linear/top1" in console.file.getvalue()
+    for spec in ("linear/top1", "linear/last2/batch_norm/top1", "knn/centred/neighbours=3/top1"):
+        assert value(tasks[spec.split("/")[0]], spec) == 100
+    assert find_score(found, "low-shot/25%/top1")[1].std is not None
+    assert value(tasks["low-shot"], "low-shot/2/images") == 8
+    for spec in ("linear-sgd/last2/batch_norm/top1", "finetune/top1", "finetune-low-shot/25%/top1"):
+        assert spec in console.file.getvalue()
+    written = read_results(run / "results.json")
+    assert [one.task for one in written] == [*tasks]
+    for one, other in zip(written, found, strict=True):
+        assert (one.seed, one.protocol["name"], one.scores) == (0, "generic", other.scores)
+        assert len(one.facts["data_fingerprint"]) == 16
+        assert one.facts["image_size"] == [32, 32]
+        assert one.facts["versions"]["torch"]
+    assert find_score(written, "linear/top1")[1].high == 100
     assert not list((Path(os.environ["STOP_MIM_CACHE"]) / "evaluations").glob("*")), "finished states are removed"
 
 
@@ -55,7 +97,8 @@ def test_clevr_tasks_on_scenes(run):
 
 
 def test_all_tasks_of_scenes_are_those_of_stills_and_of_clips(run, monkeypatch):
-    monkeypatch.setattr("stop_mim.evaluation.plan.IMAGE_TASKS", ("knn",))
+    for name, task in TASKS.items():
+        monkeypatch.setattr(task, "in_all", name in ("knn", "video"))
     monkeypatch.setitem(videos._SCENE_OPTIONS, "count", 1)
     monkeypatch.setitem(videos._SCENE_OPTIONS, "frames", 4)
     found = evaluate([str(run)], replace(QUICK, data="scenes:count=40,size=32"), silent())
@@ -65,181 +108,419 @@ def test_all_tasks_of_scenes_are_those_of_stills_and_of_clips(run, monkeypatch):
 def test_a_list_of_images(run, colours, tmp_path):
     names = [f"{colour}_{number:02d}.png" for colour in ("blue", "green", "red", "yellow") for number in (1, 5, 7)]
     (tmp_path / "few.txt").write_text("\n".join(names))
-    config = replace(
-        QUICK, task=("low-shot",), data=str(colours), low_shot=LowShotConfig(list_file=tmp_path / "few.txt")
-    )
-    # A shell completes the name of a folder with a slash: it is the same encoder.
+    few = LowShotOptions(list_file=tmp_path / "few.txt")
+    config = replace(QUICK, task=("low-shot",), data=str(colours), low_shot=few)
+    # A shell completes the name of a directory with a slash: it is the same encoder.
     (found,) = evaluate([str(run), f"{run}/"], config, silent())
-    assert found.metrics["low-shot/list/images"] == 12
-    (tmp_path / "few.txt").write_text("\n\n")
-    with pytest.raises(InputError, match="is empty"):
-        evaluate([str(run)], config, silent())
-
-
-def test_videos_of_scenes(run, tmp_path):
-    name = "scenes:count=2,size=48,frames=6"
-    video = replace(QUICK.video, masks=tmp_path / "masks", overlays=True)
-    (found,) = evaluate([str(run)], replace(QUICK, task=("video",), data=name, video=video), silent())
-    assert 0 < found.metrics["video/J&F"] <= 100
-    assert len(found.details["sequences"]) == 2
-    sequence = next(iter(found.details["sequences"]))
-    assert len(list((tmp_path / "masks" / sequence).glob("*.png"))) == 6
-
-
-@pytest.fixture
-def davis(tmp_path):
-    """Two frames scored of a square that moves, and masks of it that somebody made."""
-    for number in range(4):
-        frame = np.zeros((40, 60, 3), np.uint8)
-        mask = np.zeros((40, 60), np.uint8)
-        mask[10:20, 5 + number : 25 + number] = 255
-        for path, pixels in (
-            (tmp_path / "davis" / "JPEGImages" / "480p" / "square" / f"{number:05d}.jpg", frame),
-            (tmp_path / "davis" / "Annotations" / "480p" / "square" / f"{number:05d}.png", mask),
-            (tmp_path / "made" / "square" / f"{number:05d}.png", np.roll(mask, 5, 1)),
-        ):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            PIL.Image.fromarray(pixels).save(path)
-    return tmp_path / "davis"
-
-
-def test_masks_of_somebody_else(davis, tmp_path, capsys):
-    options = ["--task", "video", "--data", str(davis), "--foreground", "--json", str(tmp_path / "r.json")]
-    main(["evaluate", f"masks:{tmp_path / 'made'}", *options])
-    document = json.loads((tmp_path / "r.json").read_text())
-    scores = document["sequences"]["square"]
-    assert scores["J_mean"] == pytest.approx(15 / 25)
-    assert {f"{letter}_{name}" for letter in "JF" for name in ("mean", "recall", "decay")} <= set(scores)
-    assert "J&F" in capsys.readouterr().out
-
-
-def test_masks_of_osvos_agree_with_the_official_code(real_data, tmp_path):
-    davis = real_data("davis-sample")
-    options = ["--task", "video", "--data", str(davis), "--foreground", "--json", str(tmp_path / "r.json")]
-    main(["evaluate", f"masks:{davis / 'results' / 'osvos'}", *options])
-    ours = json.loads((tmp_path / "r.json").read_text())["sequences"]
-    reference = json.loads((davis / "reference_jf.json").read_text())["sequences"]
-    assert set(ours) == set(reference)
-    for sequence, values in reference.items():
-        for name, value in values.items():
-            assert ours[sequence][name] == pytest.approx(value, abs=1e-6), (sequence, name)
-
-
-def test_mistakes_are_one_sentence(run, colours, davis, tmp_path, capsys):
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    knn = ("--task", "knn", "--data", colours)
-    assert "needs an encoder first" in complaint(capsys, *knn)
-    assert "There is no encoder 'runs/none'" in complaint(capsys, "runs/none", *knn)
-    assert "timm has no model 'vit_none'" in complaint(capsys, "timm:vit_none", *knn)
-    assert "There is no data set" in complaint(capsys, run, "--task", "knn", "--data", tmp_path / "none")
-    assert "data is not given" in complaint(capsys, run, "--task", "knn")
-    assert "'linea'" in complaint(capsys, run, "--task", "linea", "--data", colours)
-    assert "image_size is 30" in complaint(capsys, run, *knn, "--image-size", "30")
-    assert "There is no protocol 'none'" in complaint(capsys, run, *knn, "--protocol", "none")
-    assert "low_shot.amounts has 'some'" in complaint(
-        capsys, run, "--task", "low-shot", "--data", colours, "--low-shot.amounts", "some"
-    )
-    assert "needs CLEVR's folder or scenes" in complaint(capsys, run, "--task", "clevr", "--data", colours)
-    assert "needs CLEVR's folder or scenes" in complaint(capsys, run, "--task", "clevr", "knn", "--data", colours)
-    assert "task is empty" in complaint(capsys, run, "--task", "--data", colours)
-    assert "can only be scored on videos" in complaint(capsys, f"masks:{tmp_path}", *knn)
-    assert "cannot be written" in complaint(capsys, run, *knn, "--json", tmp_path / "none" / "r.json")
-    shutil.copytree(colours / "train" / "red", tmp_path / "flat")
-    assert "has no labels" in complaint(capsys, run, "--task", "linear", "--data", tmp_path / "flat")
-    (davis / "Annotations" / "480p" / "square" / "00002.png").unlink()
-    assert "00002" in complaint(capsys, f"masks:{tmp_path / 'made'}", "--task", "video", "--data", davis)
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
-def test_where_results_go_is_checked_before_anything_is_computed(run, colours, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("stop_mim.evaluation.evaluate.EncoderSession", None)
-    knn = ("--task", "knn", "--data", colours)
-    assert "/proc/r.json cannot be written: it is in a folder that" in complaint(
-        capsys, run, *knn, "--json", "/proc/r.json"
-    )
-    both = ("--json", tmp_path / "r", "--csv", tmp_path / "r")
-    assert f"json and csv are both {tmp_path / 'r'}" in complaint(capsys, run, *knn, *both)
-    (run / "results.json").write_text('{"format": "stop-mim results 1", "evaluations": []}')
-    assert "is where the run keeps" in complaint(capsys, run, *knn, "--json", run / "results.json")
-    assert not [*run.glob(".results*"), *tmp_path.glob(".r*")]
-
-
-def test_labels_are_drawn_before_anything_is_computed(run, colours, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("stop_mim.evaluation.evaluate.EncoderSession", None)
-    (tmp_path / "list.txt").write_text("nobody.png")
-    listed = ("--data", colours, "--low-shot.list-file", tmp_path / "list.txt")
-    for tasks in (["low-shot"], ["linear", "finetune-low-shot"]):
-        assert "'nobody.png' first" in complaint(capsys, run, "--task", *tasks, *listed)
-    (tmp_path / "list.txt").write_text("blue_00.png\ngreen_00.png\nyellow_00.png")
-    assert "list.txt names no image of the class 2 ('red')" in complaint(capsys, run, "--task", "low-shot", *listed)
-    for amount in ("0%", "101%", "nan%", "0", "-3", "0.5", "%"):
-        said = complaint(capsys, run, "--task", "low-shot", "--data", colours, f"--low-shot.amounts={amount}")
-        assert f"low_shot.amounts has '{amount}': give a part such as 1%" in said
-    said = complaint(capsys, run, "--task", "low-shot", "--data", colours, "--low-shot.amounts", "99")
-    assert "The class 0 (blue) has 12 images" in said
-
-
-@pytest.mark.parametrize("task", ["knn", "linear-sgd", "finetune"])
-def test_a_cache_that_cannot_be_written_is_told_before_the_work(run, colours, monkeypatch, task):
-    def never(*_):
-        raise AssertionError("nothing is computed")
-
-    monkeypatch.setenv("STOP_MIM_CACHE", "/proc/cache")
-    for part in ("features.labelled_views", "training_tasks.linear_sgd", "training_tasks.finetune"):
-        monkeypatch.setattr(f"stop_mim.evaluation.{part}", never)
-    with pytest.raises(
-        InputError, match=r"^The cache folder /proc/cache/.* cannot be written \(.*\): set STOP_MIM_CACHE"
-    ):
-        evaluate([str(run)], replace(QUICK, task=(task,), data=str(colours)), silent())
-
-
-def test_a_full_disk_is_one_sentence(run, colours, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("stop_mim.evaluation.features.write_atomically", full)
-    with pytest.raises(
-        InputError, match=r"chunk-000000\.safetensors cannot be written \(.*No space left.*\): make room"
-    ):
-        evaluate([str(run)], replace(QUICK, task=("knn",), data=str(colours)), silent())
-
-
-def test_the_numbers_are_shown_even_if_their_file_cannot_be_written(run, colours, tmp_path, monkeypatch):
-    def full(*_):
-        raise InputError("the disk is full")
-
-    monkeypatch.setattr("stop_mim.evaluation.evaluate.write_json", full)
-    console = silent()
-    with pytest.raises(InputError, match="the disk is full"):
-        evaluate([str(run)], replace(QUICK, task=("knn",), data=str(colours), json=tmp_path / "r.json"), console)
-    assert "knn/top1@3" in console.file.getvalue()
+    assert value(found, "low-shot/list/images") == 12
+    assert found.protocol["list_file"] == str(tmp_path / "few.txt")
 
 
 def test_the_linear_probe_can_be_of_some_features_alone(run, alike):
     config = replace(QUICK, task=("linear",), data=str(alike))
     (both,) = evaluate([str(run)], config, silent())
-    (one,) = evaluate([str(run)], replace(config, linear=LinearOptions((True,))), silent())
-    assert {name for name in names_of(both) - names_of(one) if name.endswith("top1")} == {
-        "linear/last1/top1",
-        "linear/last2/top1",
+    (one,) = evaluate([str(run)], replace(config, linear=LinearOptions((True,), (1,))), silent())
+    assert {score.name for score in both.scores if score.metric == "top1"} == {
+        "top1",
+        *(f"{layers}{norm}/top1" for layers in ("last1", "last2") for norm in ("", "/batch_norm")),
     }
-    assert one.metrics["linear/last2+bn/top1"] == both.metrics["linear/last2+bn/top1"]
-    assert one.protocol["standardise"] == (True,)
-    assert "standardise" not in both.protocol
-    with pytest.raises(InputError, match="standardise is empty"):
-        evaluate([str(run)], replace(config, linear=LinearOptions(())), silent())
-    (last,) = evaluate([str(run)], replace(config, linear=LinearOptions((True,), (1,))), silent())
-    assert {name.split("/")[1] for name in names_of(last) if name.startswith("linear/last")} == {"last1+bn"}
-    assert last.metrics["linear/last1+bn/top1"] == both.metrics["linear/last1+bn/top1"]
-    for wrong in ((), (1, 0)):
-        with pytest.raises(InputError, match="layers is"):
-            evaluate([str(run)], replace(config, linear=LinearOptions(layers=wrong)), silent())
+    assert {score.name for score in one.scores if score.metric == "top1"} == {"top1", "last1/batch_norm/top1"}
+    assert value(one, "linear/top1") == value(both, "linear/last1/batch_norm/top1")
+    assert len(read_results(run / "results.json")) == 2, "other settings are another result"
 
 
-def test_a_test_on_the_training_images_is_told(run, colours):
+PLUGIN = '''
+from dataclasses import dataclass
+from typing import Annotated
+from stop_mim.constraints import ABOVE_ZERO, Checked
+from stop_mim.evaluation.results import Score
+from stop_mim.evaluation.task import TASKS, FeatureTask
+
+@dataclass(frozen=True)
+class Options(Checked, group="mytask"):
+    """Distances to the means of the classes."""
+    option: Annotated[int, ABOVE_ZERO] = 1
+    """Which power of the distance."""
+
+@TASKS.register("mytask")
+class NearestMean(FeatureTask):
+    help = "the class with the nearest mean"
+    Options = Options
+
+    def scores(self, train, test):
+        features, queries = (part.features.last(1).on(self.subject.ranks.device) for part in (train, test))
+        means = [features[train.labels == number].mean(0) for number in range(self.data.classes)]
+        distances = [(queries - mean).norm(dim=1) ** self.options.option for mean in means]
+        right = sum(distances[label][row] == min(one[row] for one in distances) for row, label in enumerate(test.labels))
+        yield Score("nearest", 100 * float(right) / len(queries), variant={"power": self.options.option}, headline=True)
+'''
+
+
+def test_a_task_from_outside_is_one_file(run, colours, tmp_path):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "nearest_mean.py").write_text(PLUGIN)
+    path = os.pathsep.join([str(tmp_path / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "STOP_MIM_PLUGINS": "nearest_mean", "PYTHONPATH": path}
+    options = ["--task", "mytask", "--data", str(colours), "--mytask.option", "3", "--speed.device", "cpu"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "stop_mim", "evaluate", str(run), *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "mytask/power=3/nearest" in ended.stdout
+    (found,) = read_results(run / "results.json")
+    assert (found.task, found.protocol["option"], value(found, "mytask/power=3/nearest")) == ("mytask", 3, 100)
+
+
+def test_the_help_lists_the_tasks_and_their_options(run, capsys):
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(run), "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", "").split())
+    for name, task in TASKS.items():
+        assert f"{name}: {task.help}" in text
+    assert "--finetune-low-shot.layer-decay" in text
+
+
+# Videos
+
+
+def test_videos_of_scenes(run, tmp_path):
+    video = replace(QUICK.video, masks=tmp_path / "masks", overlays=True)
+    config = replace(QUICK, task=("video",), data="scenes:count=2,size=48,frames=6", video=video)
+    (found,) = evaluate([str(run)], config, silent())
+    assert 0 < value(found, "video/J&F") <= 100
+    assert len(found.details["sequences"]) == 2
+    sequence = next(iter(found.details["sequences"]))
+    assert len(list((tmp_path / "masks" / sequence).glob("*.png"))) == 6
+    shutil.rmtree(tmp_path / "masks")
+    evaluate([str(run), f"untrained:{run}"], config, silent())
+    assert sorted(path.name for path in (tmp_path / "masks").iterdir()) == ["0-run", "1-run"]
+
+
+SIZE = (24, 32)
+
+
+def block(*places):
+    """Objects as (number, top, left), eight pixels high and wide."""
+    mask = np.zeros(SIZE, dtype=np.uint8)
+    for number, top, left in places:
+        mask[top : top + 8, left : left + 8] = number
+    return mask
+
+
+def save_masks(folder, masks, palette=False):
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, mask in enumerate(masks):
+        image = PIL.Image.fromarray(mask)
+        if palette:
+            image.putpalette([*range(256)] * 3)
+        image.save(folder / f"{index:05d}.png")
+
+
+def davis(root, masks, palette=False):
+    save_masks(root / "Annotations/480p/bear", masks, palette)
+    frames = root / "JPEGImages/480p/bear"
+    frames.mkdir(parents=True)
+    for index in range(len(masks)):
+        PIL.Image.fromarray(np.zeros((*SIZE, 3), dtype=np.uint8)).save(frames / f"{index:05d}.jpg")
+    return root
+
+
+def mask_scores(truth, predicted, **options):
+    (found,) = evaluate([f"masks:{predicted}"], replace(QUICK, task=("video",), data=str(truth), **options), silent())
+    return found.details["sequences"]["bear"]
+
+
+@pytest.mark.parametrize("palette", [False, True], ids=["grey", "palette"])
+def test_a_mask_of_void_alone_shows_no_object_where_objects_have_numbers(tmp_path, palette):
+    numbered, void, empty = block((1, 2, 2), (255, 12, 20)), block((255, 12, 20)), block()
+    truth = davis(tmp_path / "davis", [numbered, void, void, numbered, numbered], palette)
+    save_masks(tmp_path / "masks/bear", [empty, empty, block((1, 2, 2)), empty, empty])
+    assert mask_scores(truth, tmp_path / "masks")["J_mean"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("foreground", [False, True])
+def test_white_is_an_object_where_the_first_mask_is_black_and_white(tmp_path, foreground):
+    white = [block((255, 2, left)) for left in (2, 3, 4, 5)]
+    truth = davis(tmp_path / "davis", white)
+    save_masks(tmp_path / "masks/bear", white)
+    found = mask_scores(truth, tmp_path / "masks", foreground=foreground)
+    assert found["J_mean"] == found["F_mean"] == 1
+    assert found["n"] == 2
+
+
+def test_masks_are_scored_without_the_frames(tmp_path):
+    truth = davis(tmp_path / "davis", [block((1, 2, left), (2, 12, 20)) for left in range(2, 7)], palette=True)
+    (truth / "ImageSets").mkdir()
+    (truth / "ImageSets" / "val.txt").write_text("bear\n", "utf-8-sig")
+    save_masks(tmp_path / "masks/bear", [block((1, 2, 4), (2, 12, 20))] * 5)
+    with_frames = mask_scores(truth, tmp_path / "masks")
+    assert 0.5 < with_frames["J_mean"] < 1
+    shutil.rmtree(truth / "JPEGImages")
+    assert mask_scores(truth, tmp_path / "masks") == with_frames
+    config = replace(QUICK, task=("video",), data=str(truth))
+    with pytest.raises(InputError, match="JPEGImages"):
+        evaluate([f"masks:{tmp_path / 'masks'}", "timm:vit_tiny_patch16_224"], config, silent())
+
+
+def test_masks_of_osvos_agree_with_the_official_code(real_data, tmp_path, capsys):
+    folder = real_data("davis-sample")
+    options = ["--task", "video", "--data", str(folder), "--foreground", "--json", str(tmp_path / "r.json")]
+    main(["evaluate", f"masks:{folder / 'results' / 'osvos'}", *options])
+    assert "J&F" in capsys.readouterr().out
+    ours = json.loads((tmp_path / "r.json").read_text())["sequences"]
+    reference = json.loads((folder / "reference_jf.json").read_text())["sequences"]
+    assert set(ours) == set(reference)
+    for sequence, values in reference.items():
+        for key, number in values.items():
+            assert ours[sequence][key] == pytest.approx(number, abs=1e-6), (sequence, key)
+
+
+# Encoders
+
+
+def test_encoders_by_every_name_in_one_table(run, colours, tmp_path):
+    torch.manual_seed(1)
+    save_encoder(create_encoder(Dimensions(24, 1, 2), 32, 8), tmp_path / "mine.safetensors")
+    first, last = sorted((run / "checkpoints").glob("*.safetensors"))
+    names = [str(run), str(first), str(last), f"untrained:{run}", str(tmp_path / "mine.safetensors")]
+    config = replace(QUICK, task=("knn",), data=str(colours), json=tmp_path / "r.json", csv=tmp_path / "r.csv")
+    found = evaluate(names, config, silent())
+    assert [one.encoder for one in found] == names
+    prints = [one.facts["encoder_fingerprint"] for one in found]
+    assert prints[0] == prints[2], "the run's encoder is the target of its newest checkpoint"
+    assert len(set(prints)) == 4
+    assert [one.encoder for one in read_results(tmp_path / "r.json")] == names
+    assert (tmp_path / "r.csv").read_text().count("knn,class") == 10
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_timm_model_without_its_weights_at_another_size(colours):
+    config = replace(QUICK, task=("knn",), data=str(colours), image_size=32)
+    (found,) = evaluate(["untrained:timm:vit_tiny_patch16_224"], config, silent())
+    assert found.facts["image_size"] == [32, 32]
+
+
+def released(folder):
+    """A file with the key layout of the I-JEPA and StoP releases."""
+    encoder = create_encoder(Dimensions(192, 1, 3), 32, 8)
+    state = {f"module.{name}": tensor for name, tensor in encoder.vit.state_dict().items()}
+    torch.save(
+        {"encoder": state, "target_encoder": state, "predictor": {}, "opt": {}, "epoch": 1}, folder / "r.pth.tar"
+    )
+    return folder / "r.pth.tar"
+
+
+def timm_file(folder):
+    save_file(create_encoder(Dimensions(192, 1, 3), 32, 8).vit.state_dict(), folder / "timm.safetensors")
+    return folder / "timm.safetensors"
+
+
+def hub_folder(kind):
+    def write(folder):
+        transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+        config = getattr(transformers, f"{kind}Config")(**sizes, image_size=32, patch_size=8)
+        getattr(transformers, f"{kind}Model")(config).save_pretrained(folder / kind)
+        return folder / kind
+
+    return write
+
+
+def exported(form):
+    def write(folder):
+        save_encoder(create_encoder(Dimensions(24, 1, 2), 32, 8), folder / "mine.safetensors")
+        return export_encoder(str(folder / "mine.safetensors"), form, folder / form)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (released, "{}"),
+        (released, "{}#encoder"),
+        (timm_file, "{}"),
+        (exported("timm"), "{}"),
+        (exported("hf"), "{}"),
+        (hub_folder("IJepa"), "hf:{}"),
+        (hub_folder("ViTMAE"), "{}"),
+        (hub_folder("Dinov2"), "hf:{}"),
+    ],
+    ids=["release", "release#encoder", "timm file", "timm folder", "hf folder", "hf I-JEPA", "hf MAE", "hf DINOv2"],
+)
+def test_encoders_of_others(colours, tmp_path, write, name):
+    torch.manual_seed(0)
+    name = name.format(write(tmp_path))
+    tasks = ("knn",) if "Dinov2" in name else ("knn", "finetune")
+    found = evaluate([name], replace(QUICK, task=tasks, data=str(colours)), silent())
+    assert [one.task for one in found] == list(tasks)
+    assert value(found[0], "knn/centred/neighbours=3/top1") > 80, "four plain colours"
+    assert not list(tmp_path.glob("**/results.json")), "there is no run to keep them"
+
+
+def test_a_file_that_runs_code_is_not_evaluated(colours, tmp_path, capsys):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "marker"),)
+
+    torch.save({"target_encoder": {}, "opt": Evil()}, tmp_path / "evil.pth.tar")
+    before = sorted(tmp_path.iterdir())
+    assert "can run code" in complaint(capsys, tmp_path / "evil.pth.tar", "--task", "knn", "--data", colours)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# What is shared
+
+
+def test_features_are_computed_once(run, colours, monkeypatch):
+    looked = []
+
+    def fingerprint(encoder, original=subject_module.encoder_fingerprint):
+        looked.append(next(encoder.parameters()).device)
+        return original(encoder)
+
+    monkeypatch.setattr(subject_module, "encoder_fingerprint", fingerprint)
+    config = replace(QUICK, task=("linear", "knn"), data=str(colours))
+    before = evaluate([str(run)], config, silent())
+    assert len(looked) == 1, "the weights are hashed once, before they move to a GPU"
+    monkeypatch.setattr(
+        "stop_mim.evaluation.features.labelled_views", lambda *_: pytest.fail("the features are stored")
+    )
+    after = evaluate([str(run)], config, silent())
+    assert [one.scores for one in after] == [one.scores for one in before]
+    assert len(read_results(run / "results.json")) == 2
+
+
+def test_images_are_decoded_for_the_first_encoder_alone(run, alike, monkeypatch):
+    config = replace(QUICK, task=("knn",), data=str(alike))
+    monkeypatch.setenv("STOP_MIM_DECODED_GIB", "0")
+    (expected,) = evaluate([f"untrained:{run}"], config, silent())
+    shutil.rmtree(Path(os.environ["STOP_MIM_CACHE"]) / "features")
+    monkeypatch.delenv("STOP_MIM_DECODED_GIB")
+    monkeypatch.setattr("stop_mim.data.decoded.LEAST_CACHED_BYTES", 1)
+    evaluate([str(run)], config, silent())
+    monkeypatch.setattr("stop_mim.data.image_source.decode_image", lambda *arguments: pytest.fail("decoded again"))
+    (found,) = evaluate([f"untrained:{run}"], config, silent())
+    assert found.scores == expected.scores
+    assert found.facts["data_fingerprint"] == expected.facts["data_fingerprint"]
+
+
+def test_two_processes_share_the_work(run, colours, tmp_path):
+    """Features and SGD heads under torchrun are those of one process."""
+    options = [
+        *("--task", "knn", "linear-sgd", "--data", str(colours), "--knn.neighbours", "3", "--speed.device", "cpu"),
+        *("--linear-sgd.epochs", "1", "--linear-sgd.batch-size", "16", "--linear-sgd.lrs", "0.01"),
+        *("--json", str(tmp_path / "two.json")),
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stop_mim"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STOP_MIM_CACHE": str(tmp_path / "own")}
+    ended = subprocess.run(
+        [*command, "evaluate", str(run), *options], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr
+    two = read_results(tmp_path / "two.json")
+    sgd = LinearSGDOptions(1, 16, (0.01,))
+    one = evaluate([str(run)], replace(QUICK, task=("knn", "linear-sgd"), data=str(colours), linear_sgd=sgd), silent())
+    assert two[0].facts["processes"] == 2
+    assert two[0].scores == one[0].scores
+    heads = [{s.name: s.value for s in scores if s.metric == "top1"} for scores in (one[1].scores, two[1].scores)]
+    assert len(heads[0]) == 5
+    # The processes see other batches: one or two of the few test images may be predicted differently.
+    assert heads[1] == pytest.approx(heads[0], abs=15)
+
+
+# Bad input
+
+
+def test_bad_input_is_one_sentence_and_changes_nothing(run, colours, tmp_path, capsys):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    truth = davis(tmp_path / "davis", [block((1, 2, 2))] * 4)
+    save_masks(tmp_path / "made/bear", [block((1, 2, 2))] * 4)
+    knn, masks = ("--task", "knn", "--data", colours), f"masks:{tmp_path / 'made'}"
+    for arguments, named in (
+        (knn, "needs an encoder first"),
+        (("runs/none", *knn), "'runs/none'"),
+        (("timm:vit_none", *knn), "'vit_none'"),
+        ((run, "--task", "knn", "--data", tmp_path / "none"), "none"),
+        ((run, "--task", "knn"), "--data"),
+        ((run, "--task", "linea", "--data", colours), "'linea': did you mean 'linear'"),
+        ((run, "--task", "--data", colours), "task is empty"),
+        ((run, *knn, "--image-size", "30"), "image_size is 30"),
+        ((run, "--task", "finetune", "--data", colours, "--image-size", "64"), "image_size is 64"),
+        ((run, *knn, "--protocol", "none"), "'none'"),
+        ((run, "--task", "clevr", "knn", "--data", colours), "count or distance"),
+        ((run, "--task", "knn", "video", "--data", truth), "videos in DAVIS's layout"),
+        ((masks, *knn), "add --task video"),
+        ((run, *knn, "--json", tmp_path / "none" / "r.json"), "r.json"),
+    ):
+        assert named in complaint(capsys, *arguments)
+    (truth / "JPEGImages/480p/bear/00001.jpg").unlink()
+    assert "00001.png" in complaint(capsys, masks, "--task", "video", "--data", truth)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_outputs_and_labels_are_checked_before_anything_is_computed(run, colours, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate_module, "_evaluation", lambda *_: pytest.fail("it has begun"))
+    knn = (run, "--task", "knn", "--data", colours)
+    assert "/proc/r.json" in complaint(capsys, *knn, "--json", "/proc/r.json")
+    both = ("--json", tmp_path / "r", "--csv", tmp_path / "r")
+    assert f"json and csv are both {tmp_path / 'r'}" in complaint(capsys, *knn, *both)
+    (run / "results.json").write_text('{"format": "stop-mim results 2", "evaluations": []}')
+    assert "is where the run keeps" in complaint(capsys, *knn, "--json", run / "results.json")
+    (run / "results.json").write_text('{"format": "stop-mim results 1", "evaluations": []}')
+    assert "move the file away" in complaint(capsys, *knn)
+    (run / "results.json").unlink()
+    assert not [*run.glob(".results*"), *tmp_path.glob(".r*")]
+    (tmp_path / "list.txt").write_text("nobody.png")
+    listed = ("--data", colours, "--low-shot.list-file", tmp_path / "list.txt")
+    for tasks in (["low-shot"], ["linear", "finetune-low-shot"]):
+        assert "'nobody.png'" in complaint(capsys, run, "--task", *tasks, *listed)
+    (tmp_path / "list.txt").write_text("blue_00.png\ngreen_00.png\nyellow_00.png")
+    assert "class 2 ('red')" in complaint(capsys, run, "--task", "low-shot", *listed)
+    few = (run, "--task", "low-shot", "--data", colours, "--low-shot.amounts", "99")
+    assert "The class 0 (blue) has 12 images" in complaint(capsys, *few)
+
+
+@pytest.mark.parametrize("amount", ["some", "0%", "101%", "nan%", "0", "-3", "0.5", "%"])
+def test_amounts_that_mean_nothing_are_refused(amount):
+    with pytest.raises(InputError, match=r"low_shot\.amounts is"):
+        LowShotOptions((amount,))
+
+
+@pytest.mark.parametrize("wrong", [{"standardise": ()}, {"layers": ()}, {"layers": (1, 0)}])
+def test_options_of_the_linear_probe_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(InputError, match=f"linear.{next(iter(wrong))} is"):
+        LinearOptions(**wrong)
+
+
+@pytest.mark.parametrize("task", ["knn", "linear-sgd"])
+def test_a_cache_that_cannot_be_written_is_noticed_before_the_work(run, colours, monkeypatch, task):
+    monkeypatch.setenv("STOP_MIM_CACHE", "/proc/cache")
+    for part in ("features.labelled_views", "labelled_training.LabelledTraining.train"):
+        monkeypatch.setattr(f"stop_mim.evaluation.{part}", lambda *_: pytest.fail("something is computed"))
+    with pytest.raises(InputError, match="/proc/cache"):
+        evaluate([str(run)], replace(QUICK, task=(task,), data=str(colours)), silent())
+
+
+def test_the_numbers_are_shown_even_if_their_file_cannot_be_written(run, colours, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(evaluate_module, "write_json", full)
+    console = silent()
+    with pytest.raises(OSError, match="No space"):
+        evaluate([str(run)], replace(QUICK, task=("knn",), data=str(colours), json=tmp_path / "r.json"), console)
+    assert "knn/neighbours=3/top1" in console.file.getvalue()
+
+
+def test_a_test_on_the_training_images_is_warned_about(run, colours):
     knn = replace(QUICK, task=("knn",), data=str(colours / "train"))
     for test_data, warns in (("train", True), ("test", False)):
         console = Console(file=io.StringIO(), width=200)
         evaluate([str(run)], replace(knn, test_data=str(colours / test_data)), console)
         assert ("Warning: " in console.file.getvalue()) == warns, test_data
-        assert ("learned by heart" in console.file.getvalue()) == warns

@@ -1,33 +1,48 @@
-"""Fine-tuning: what it learns, that it can be resumed and shared, and that the encoder stays as it is."""
+"""Fine-tuning: what it learns, how fast each layer learns, mixed images, resuming; the encoder stays as it is."""
 
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import timm
 import torch
 from small_trainings import (
-    ALONE,
-    NOWHERE,
+    CONDITIONS,
+    CPU,
     PLAIN,
     SPEED,
+    WHOLE,
     HubModel,
     InMemory,
     Interrupted,
     coloured,
-    free_port,
     interrupt_at,
+    make_task,
     run_processes,
+    scores_of,
     small_encoder,
 )
 from timm.layers import DropPath
+from torch import nn
 
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.errors import InputError, TrainingDiverged
-from stop_mim.evaluation.finetune import FinetuneRun, finetune
-from stop_mim.evaluation.linear_sgd import LinearSGDConfig, linear_sgd
+from stop_mim.errors import InputError
+from stop_mim.evaluation.tasks.finetune import (
+    Classifier,
+    FinetuneOptions,
+    FinetuneTraining,
+    LowShotFinetuneOptions,
+    Mixing,
+    make_optimiser,
+    trainable_copy,
+    with_drop_path,
+)
+from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.loop import TrainingDiverged
 
 RICH = replace(PLAIN, drop_path=0.3, mixup=0.8, cutmix=1.0, label_smoothing=0.1, erasing_probability=0.5)
 
@@ -43,42 +58,46 @@ def parity(count, seed=0):
     return LabelledSet(source, (bright[:, 0] == bright[:, 1]).astype(np.int64), np.arange(count))
 
 
-def make_run(config=PLAIN, data=None, speed=SPEED, encoder=None):
-    return FinetuneRun(encoder or small_encoder(), data or coloured(96), config, ALONE, speed)
+def training(options=PLAIN, speed=SPEED, seed=0, view="resize_flip"):
+    conditions = replace(CONDITIONS, speed=speed, seed=seed, train_view=view)
+    return FinetuneTraining(small_encoder(), coloured(96), options, conditions)
+
+
+def task(encoder, train, test, options=PLAIN, **rest):
+    return make_task("finetune", encoder, train, test, **vars(options), **rest)
 
 
 def test_it_learns_what_a_probe_of_the_frozen_encoder_cannot():
-    train, test, encoder = parity(512), parity(256, seed=1), small_encoder()
-    probe = LinearSGDConfig(epochs=10, batch_size=32, lrs=(0.1, 1.0), milestones=(5, 8), test_view="resize")
-    frozen = dict(linear_sgd(encoder, train, test, replace(probe, train_view="resize_flip"), speed=SPEED))
-    assert frozen["linear_sgd/top1"] < 75
-    results = dict(finetune(encoder, train, test, replace(PLAIN, epochs=10), speed=SPEED))
-    assert [*results] == ["finetune/top1", "finetune/top5", "finetune/train_loss"]
-    assert results["finetune/top1"] > 95
-    assert results["finetune/top5"] == 100  # There are two classes.
-    assert results["finetune/train_loss"] < 0.2
+    sets, encoder = (parity(512), parity(256, seed=1)), small_encoder()
+    probe = replace(WHOLE, epochs=10, milestones=(5, 8), lrs=(0.1, 1.0))
+    assert scores_of(make_task("linear-sgd", encoder, *sets, probe, batch_size=32))["top1"] < 75
+    found = scores_of(task(encoder, *sets, replace(PLAIN, epochs=10)))
+    assert [*found] == ["top1", "top5", "train_loss"]
+    assert found["top1"] > 95
+    assert found["top5"] == 100  # There are two classes.
+    assert found["train_loss"] < 0.2
 
 
 def test_the_given_encoder_is_not_changed():
     encoder = small_encoder().requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     states = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    list(finetune(encoder, coloured(64), coloured(16, seed=1), replace(RICH, epochs=1), speed=SPEED))
+    scores_of(task(encoder, coloured(64), coloured(16, seed=1), replace(RICH, epochs=1)))
     assert all(torch.equal(before[name], tensor) for name, tensor in encoder.state_dict().items())
     assert not encoder.training
     assert not any(parameter.requires_grad for parameter in encoder.parameters())
     assert not any(isinstance(module, DropPath) for module in encoder.modules())
-    # Nor are the generators that others draw from. (Python's own is moved by the checks of types in tests.)
+    # Nor are the global generators. (Python's own is moved by the checks of types in tests.)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.random.get_state()[1].tolist() == states[1]
 
 
 def test_the_learning_rate_warms_up_and_falls_for_each_layer():
-    run = make_run(replace(PLAIN, epochs=4, layer_decay=0.5, lowest_lr=1e-5))
+    run = training(replace(PLAIN, epochs=4, layer_decay=0.5, lowest_lr=1e-5))
     peak = 8e-3 * 32 / 256
     rates = {}
     for step in range(40):
-        run._set_lr(step, 10)
+        run.set_lr(step, 10)
         rates[step] = {group["lr_scale"]: group["lr"] for group in run.optimiser.param_groups}
     assert [rates[step][1] for step in (0, 5, 10, 39)] == pytest.approx([1e-5, (1e-5 + peak) / 2, peak, 1e-5])
     assert all(rate == pytest.approx(scale * now[1]) for now in rates.values() for scale, rate in now.items())
@@ -87,22 +106,22 @@ def test_the_learning_rate_warms_up_and_falls_for_each_layer():
 
 def test_drop_path_is_seeded_by_the_step_and_changes_what_is_learned():
     weights = []
-    for seed, global_seed, rate in ((0, 0, 0.5), (0, 1, 0.5), (0, 0, 0.0)):
+    for global_seed, rate in ((0, 0.5), (1, 0.5), (0, 0.0)):
+        run = training(replace(PLAIN, epochs=1, drop_path=rate))
         torch.manual_seed(global_seed)
-        run = make_run(replace(PLAIN, epochs=1, drop_path=rate, seed=seed), encoder=small_encoder())
-        torch.manual_seed(global_seed)
-        run.train(NOWHERE, None)
+        run.train()
         weights.append(run.classifier.encoder.vit.blocks[1].mlp.fc1.weight.detach())
     assert torch.equal(weights[0], weights[1])
     assert not torch.allclose(weights[0], weights[2])
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
-    runs = [make_run(replace(PLAIN, epochs=2), speed=replace(SPEED, batch_size_per_device=size)) for size in (None, 5)]
+    options = replace(PLAIN, epochs=2)
+    runs = [training(options, replace(SPEED, batch_size_per_device=size)) for size in (None, 5)]
     sizes = []
     runs[1].classifier.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
     for run in runs:
-        run.train(NOWHERE, None)
+        run.train()
     assert max(sizes) == 5
     assert sum(sizes) == 2 * 96
     assert runs[0].train_loss == pytest.approx(runs[1].train_loss, rel=1e-4)
@@ -110,96 +129,40 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("config", [RICH, replace(RICH, held_out_part=0.2)])
-def test_a_resumed_run_is_bit_identical(tmp_path, config):
-    encoder, train, test = small_encoder(), coloured(90), coloured(40, seed=1)
-    config = replace(config, train_view="random_resized_crop", flip_probability=0.5)
-    arguments = (encoder, train, test, config)
-    whole = list(finetune(*arguments, speed=SPEED, state_file=tmp_path / "whole"))
+def test_a_resumed_run_is_bit_identical(tmp_path):
+    def run(name, progress=None):
+        one = training(replace(RICH, flip_probability=0.5), view="random_resized_crop")
+        one.train(tmp_path / name, progress)
+        return one.score(coloured(40, seed=1)).tolist(), one.train_loss
+
+    whole = run("whole")
     with pytest.raises(Interrupted):
-        list(finetune(*arguments, progress=interrupt_at(8), speed=SPEED, state_file=tmp_path / "parts"))
+        run("parts", interrupt_at(8))
     assert read_checkpoint(tmp_path / "parts").step == 2
-    np.random.seed(99)
-    random.seed(99)
-    torch.manual_seed(99)
-    parts = list(finetune(*arguments, speed=SPEED, state_file=tmp_path / "parts"))
-    assert parts == whole
+    for seed in (np.random.seed, random.seed, torch.manual_seed):
+        seed(99)
+    assert run("parts") == whole
     one, other = (read_checkpoint(tmp_path / name) for name in ("whole", "parts"))
     assert one.state == other.state
     assert one.tensors.keys() == other.tensors.keys()
     assert any(name.startswith("optimiser.exp_avg") for name in one.tensors)
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
-    # A finished one is only scored again.
-    assert list(finetune(*arguments, progress=interrupt_at(1), speed=SPEED, state_file=tmp_path / "whole")) == whole
-    with pytest.raises(InputError, match=r"its lr is 0.008, not 0.001\): delete it"):
-        list(finetune(*arguments[:3], replace(config, lr=1e-3), speed=SPEED, state_file=tmp_path / "whole"))
+    assert run("whole", interrupt_at(1)) == whole, "a finished one is only scored again"
 
 
-def test_the_last_epoch_is_taken_or_the_one_that_held_out_images_choose(monkeypatch):
-    scores = iter([30.0, 50.0, 50.0, 40.0])
-    run = make_run(replace(PLAIN, epochs=4, held_out_part=0.25))
-    assert not {*run.used.indices} & {*run.held_out.indices}
-    monkeypatch.setattr(run, "score", lambda data: [next(scores), 100.0])
-    kept, step = {}, run._choose
-
-    def remember(epochs):
-        kept[epochs] = run.classifier.head.weight.detach().clone()
-        step(epochs)
-
-    monkeypatch.setattr(run, "_choose", remember)
-    run.train(NOWHERE, None)
-    assert (run.best_epoch, run.best_top1) == (2, 50.0)
-    assert torch.equal(run.classifier.head.weight, kept[2])
-    assert not torch.equal(kept[2], kept[4])
-    results = dict(
-        finetune(small_encoder(), coloured(96), coloured(16, seed=1), replace(PLAIN, held_out_part=0.25), speed=SPEED)
-    )
-    assert [*results][-2:] == ["finetune/held_out_top1", "finetune/epoch"]
-    assert results["finetune/epoch"] in (1, 2, 3)
+def test_a_loss_that_is_not_finite_ends_it():
+    with pytest.raises(TrainingDiverged, match=r"finetune\.lr \(1e\+30\)"):
+        training(replace(PLAIN, lr=1e30, warmup_epochs=0.0)).train()
 
 
-def test_a_loss_that_is_not_finite_ends_it_in_one_sentence(tmp_path):
-    state = tmp_path / "state"
-    with pytest.raises(TrainingDiverged, match=r"not finite in step \d+ \(.*\): lower finetune.lr \(1e\+30\)") as error:
-        list(
-            finetune(
-                small_encoder(),
-                coloured(96),
-                coloured(16, seed=1),
-                replace(PLAIN, lr=1e30, warmup_epochs=0.0),
-                speed=SPEED,
-                state_file=state,
-            )
-        )
-    assert "\n" not in str(error.value)
-    assert not state.exists()
-
-
-def test_gradients_are_clipped_together():
-    run = make_run(replace(PLAIN, epochs=1, clip_gradient_norm=1e-3))
-    norms = []
-    run.optimiser.register_step_pre_hook(
-        lambda *_: norms.append(
-            torch.nn.utils.get_total_norm([p.grad for p in run.classifier.parameters() if p.grad is not None]).item()
-        )
-    )
-    run.train(NOWHERE, None)
-    assert norms == pytest.approx([1e-3] * 3, rel=1e-2)
-
-
-def test_other_encoders_are_refused():
-    with pytest.raises(
-        InputError, match="The encoder is a HubEncoder: only timm's Vision Transformers can be fine-tuned"
-    ):
-        finetune(HubEncoder(HubModel()), coloured(32), coloured(16, seed=1), PLAIN)
-
-
-def test_sets_are_checked_before_anything_is_done():
-    train, test = coloured(32), coloured(16, seed=1)
-    with pytest.raises(InputError, match="Class 3 of the test set"):
-        finetune(small_encoder(), train.part(np.flatnonzero(train.labels != 3)), test, PLAIN)
-    with pytest.raises(InputError, match="'toy' is empty"):
-        train.part(np.empty(0, dtype=np.int64))
+def test_encoders_and_sizes_that_cannot_be_trained_are_refused():
+    sets = coloured(32), coloured(16, seed=1)
+    with pytest.raises(InputError, match="HubEncoder"):
+        task(HubEncoder(HubModel()), *sets).check()
+    encoder = small_encoder()
+    encoder.image_size = (32, 32)
+    with pytest.raises(InputError, match="image_size is 32"):
+        task(encoder, *sets).check()
 
 
 SCRIPT = """
@@ -207,30 +170,28 @@ import sys, torch
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from small_trainings import PLAIN, SPEED, coloured, small_encoder
-from stop_mim.evaluation.finetune import finetune
+from small_trainings import CONDITIONS, PLAIN, SPEED, coloured, small_encoder
+from stop_mim.evaluation.tasks.finetune import FinetuneTraining
 from stop_mim.training.distributed import process_group
 
 torch.set_num_threads(1)
-speed = replace(SPEED, batch_size_per_device=6)
 with process_group("cpu") as ranks:
-    results = list(finetune(small_encoder(), coloured(71), coloured(41, seed=1), PLAIN, ranks=ranks, speed=speed,
-                            state_file=Path(sys.argv[2]) / "state2"))
+    conditions = replace(CONDITIONS, ranks=ranks, speed=replace(SPEED, batch_size_per_device=6))
+    training = FinetuneTraining(small_encoder(), coloured(71), PLAIN, conditions)
+    training.train(Path(sys.argv[2]) / "state2")
+    results = training.score(coloured(41, seed=1)).tolist(), training.train_loss
     torch.save(results, Path(sys.argv[2]) / f"results.{ranks.rank}")
 """
 
 
 def test_two_processes_learn_what_one_learns(tmp_path):
-    run_processes(SCRIPT, tmp_path, 2, free_port())
+    run_processes(SCRIPT, tmp_path, 2)
     # 71 images in batches of 32: the last batch is uneven, 4 images in one process and 3 in the other.
-    alone = dict(
-        finetune(
-            small_encoder(), coloured(71), coloured(41, seed=1), PLAIN, speed=SPEED, state_file=tmp_path / "state1"
-        )
-    )
+    alone = FinetuneTraining(small_encoder(), coloured(71), PLAIN, CONDITIONS)
+    alone.train(tmp_path / "state1")
     first, second = (torch.load(tmp_path / f"results.{rank}", weights_only=True) for rank in (0, 1))
     assert first == second
-    assert dict(first)["finetune/train_loss"] == pytest.approx(alone["finetune/train_loss"], rel=1e-3)
+    assert first[1] == pytest.approx(alone.train_loss, rel=1e-3)
     one, two = (read_checkpoint(tmp_path / f"state{count}").tensors for count in (1, 2))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
@@ -239,10 +200,132 @@ def test_two_processes_learn_what_one_learns(tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_on_the_gpu(tmp_path):
-    encoder = small_encoder().cuda()
-    config = replace(RICH, epochs=10)
-    results = dict(finetune(encoder, coloured(400), coloured(100, seed=1), config, state_file=tmp_path / "state"))
-    assert results["finetune/top1"] > 50
-    again = dict(finetune(encoder, coloured(400), coloured(100, seed=1), config, state_file=tmp_path / "state"))
-    assert again == results
+def test_on_the_gpu():
+    ranks = Ranks(0, 1, 1, torch.device("cuda"))
+    sets, options = (coloured(400), coloured(100, seed=1)), replace(RICH, epochs=10)
+    found = scores_of(task(small_encoder(), *sets, options, ranks=ranks))
+    assert found["top1"] > 50
+    assert scores_of(task(small_encoder(), *sets, options, ranks=ranks)) == found
+
+
+# Parts
+
+
+def test_layers_learn_the_slower_the_earlier_they_are():
+    classifier = Classifier(trainable_copy(small_encoder(depth=3), 0.0), 4, torch.Generator())
+    optimiser = make_optimiser(classifier, replace(PLAIN, layer_decay=0.5, weight_decay=0.05), CPU)
+    names = {parameter: name for name, parameter in classifier.named_parameters()}
+    groups = {names[parameter]: group for group in optimiser.param_groups for parameter in group["params"]}
+    scales = {name: group["lr_scale"] for name, group in groups.items()}
+    assert scales["head.weight"] == scales["head.bias"] == 1
+    for block, scale in enumerate((0.125, 0.25, 0.5)):
+        assert scales[f"encoder.vit.blocks.{block}.attn.qkv.weight"] == scale
+        assert scales[f"encoder.vit.blocks.{block}.norm1.bias"] == scale
+    assert scales["encoder.vit.norm.weight"] == 0.5
+    assert scales["encoder.vit.patch_embed.proj.weight"] == 0.0625
+    for name, group in groups.items():
+        assert group["weight_decay"] == (0.05 if name.endswith("weight") and "norm" not in name else 0), name
+    # Sine-cosine positions are fixed, and everything else learns.
+    assert {*names.values()} - {*groups} == {"encoder.vit.pos_embed"}
+
+
+def test_drop_path_is_active_in_training_alone():
+    encoder = small_encoder(depth=3)
+    dropping = with_drop_path(encoder, 0.6)
+    rates = [[m.drop_prob for m in block.modules() if isinstance(m, DropPath)] for block in dropping.vit.blocks]
+    assert rates == [[], [pytest.approx(0.3)] * 2, [pytest.approx(0.6)] * 2]
+    images = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = encoder(images)
+        assert torch.equal(dropping.eval()(images), expected)
+        one = dropping.train()(images)
+    # With a chance of 0.7 · 0.7 · 0.4 · 0.4 each that nothing is left out, some images differ and few do not.
+    assert ((one - expected).abs().amax((1, 2)) > 1e-4).sum() > 8
+    assert not any(isinstance(module, DropPath) for module in with_drop_path(dropping, 0.0).modules())
+
+
+def one_hot_images(labels, classes=3):
+    """Images whose channels are the probabilities of their classes."""
+    return nn.functional.one_hot(labels, classes).float()[:, :, None, None].expand(-1, -1, 16, 16).clone()
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_what_is_mixed_has_the_target_that_belongs_to_it(mixup, cutmix):
+    mixing = Mixing(replace(PLAIN, mixup=mixup, cutmix=cutmix), 3, CPU)
+    labels = torch.tensor([0, 1, 2, 0, 1])
+    mixed = 0
+    for seed in range(20):
+        given = one_hot_images(labels)
+        images, targets = mixing(given, labels, seed)
+        assert torch.equal(given, one_hot_images(labels))
+        # Of a pasted box as of a blend, the mean over the pixels is the fraction of each class.
+        torch.testing.assert_close(images.mean((2, 3)), targets, atol=1e-5, rtol=0)
+        assert targets[4].tolist() == [0, 1, 0]  # The odd one stays as it is.
+        mixed += bool((targets[:4].amax(1) < 1).any())
+        again = mixing(given, labels, seed)
+        assert torch.equal(again[0], images)
+        assert torch.equal(again[1], targets)
+    assert mixed > 10
+
+
+def test_without_mixing_targets_are_smoothed_and_boxes_erased():
+    labels = torch.tensor([0, 1, 2, 0])
+    images, targets = Mixing(replace(PLAIN, label_smoothing=0.3), 3, CPU)(one_hot_images(labels), labels, 0)
+    assert torch.equal(images, one_hot_images(labels))
+    assert targets[1].tolist() == pytest.approx([0.1, 0.8, 0.1])
+    erased, _ = Mixing(replace(PLAIN, erasing_probability=1.0), 3, CPU)(one_hot_images(labels), labels, 0)
+    part = (erased != one_hot_images(labels)).any(1).float().mean((1, 2))
+    assert (part > 0.01).all()
+    assert (part < 0.5).all()
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "map"])
+def test_timms_own_models_learn_in_all_that_a_prediction_depends_on(pool):
+    vit = timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=32,
+        embed_dim=24,
+        depth=2,
+        num_heads=2,
+        num_classes=0,
+        global_pool=pool,
+        dynamic_img_size=True,
+        reg_tokens=1,
+    )
+    classifier = Classifier(trainable_copy(Encoder(vit), 0.1), 3, torch.Generator())
+    optimiser = make_optimiser(classifier, PLAIN, CPU)
+    # The head begins at almost zero; a larger one lets every gradient be seen.
+    nn.init.normal_(classifier.head.weight)
+    classifier(torch.randn(8, 3, 32, 32)).square().sum().backward()
+    learned = {parameter for group in optimiser.param_groups for parameter in group["params"]}
+    for name, parameter in classifier.named_parameters():
+        # A process that waits for the gradient of an unused weight would wait for ever.
+        assert (parameter.grad is not None) == (parameter in learned) == parameter.requires_grad, name
+    assert classifier.encoder.vit.pos_embed in learned
+    undecayed = {p for group in optimiser.param_groups for p in group["params"] if not group["weight_decay"]}
+    assert {classifier.encoder.vit.cls_token, classifier.encoder.vit.reg_token} <= undecayed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", 0),
+        ("batch_size", 0),
+        ("lr", 0.0),
+        ("lr", float("inf")),
+        ("lowest_lr", -1.0),
+        ("warmup_epochs", 101.0),
+        ("layer_decay", 1.1),
+        ("betas", (0.9, 1.0)),
+        ("drop_path", 1.0),
+        ("cutmix", float("nan")),
+        ("erasing_probability", 1.1),
+        ("crop_scale", (0.5, 0.3)),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_name(field, value):
+    with pytest.raises(InputError, match=f"finetune.{field} is"):
+        FinetuneOptions(**{field: value})
+    if field == "lr":
+        with pytest.raises(InputError, match=r"finetune_low_shot\.lr is"):
+            LowShotFinetuneOptions(lr=value)

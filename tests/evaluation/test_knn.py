@@ -9,8 +9,7 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 from stop_mim.errors import InputError
-from stop_mim.evaluation.config import KnnConfig
-from stop_mim.evaluation.knn import knn
+from stop_mim.evaluation.tasks.knn import KnnOptions, knn
 from stop_mim.models import neighbours
 from stop_mim.models.neighbours import knn_votes, nearest
 
@@ -26,26 +25,25 @@ def clusters():
     return features[:600], labels[:600], features[600:], labels[600:]
 
 
+def scores(features, labels, test_features, test_labels, neighbours):
+    found = knn([features], labels, [test_features], test_labels, 5, CPU, neighbours)
+    return {score.name: score.value for score in found}
+
+
 def scikit(features, labels, k, temperature=0.07):
     weights = lambda distances: np.exp((1 - distances) / temperature)  # noqa: E731
     return KNeighborsClassifier(k, metric="cosine", weights=weights, algorithm="brute").fit(features, labels)
 
 
-@pytest.mark.parametrize("k", [1, 20])
-def test_votes_agree_with_scikit_learn(clusters, k):
+def test_votes_agree_with_scikit_learn(clusters):
     features, labels, test_features, test_labels = clusters
-    ours = dict(knn([features], labels, [test_features], test_labels, 5, CPU, (1, 20)))
-    reference = scikit(features, labels, k).score(test_features, test_labels)
-    assert ours[f"knn/top1@{k}"] == pytest.approx(100 * reference, abs=1e-4)
-
-
-def test_centred_features_are_compared_around_the_training_mean(clusters):
-    features, labels, test_features, test_labels = clusters
-    ours = dict(knn([features], labels, [test_features], test_labels, 5, CPU, (20,)))
-    mean = features.mean(0)
-    reference = scikit(features - mean, labels, 20).score(test_features - mean, test_labels)
-    assert ours["knn-centred/top1@20"] == pytest.approx(100 * reference, abs=1e-4)
-    assert ours["knn-centred/top1@20"] != ours["knn/top1@20"]
+    ours, mean = scores(*clusters, (1, 20)), features.mean(0)
+    for k in (1, 20):
+        plain = scikit(features, labels, k).score(test_features, test_labels)
+        assert ours[f"neighbours={k}/top1"] == pytest.approx(100 * plain, abs=1e-4)
+        centred = scikit(features - mean, labels, k).score(test_features - mean, test_labels)
+        assert ours[f"centred/neighbours={k}/top1"] == pytest.approx(100 * centred, abs=1e-4)
+    assert ours["centred/neighbours=20/top1"] != ours["neighbours=20/top1"]
 
 
 def test_chunks_and_blocks_change_nothing(clusters, monkeypatch):
@@ -58,9 +56,9 @@ def test_chunks_and_blocks_change_nothing(clusters, monkeypatch):
 
 
 def test_more_neighbours_than_images_are_all_of_them(clusters):
-    features, labels, test_features, test_labels = clusters
-    scores = dict(knn([features[:7]], labels[:7], [test_features], test_labels, 5, CPU, (5, 100, 200)))
-    assert {name for name in scores if name.startswith("knn/")} == {"knn/top1@5", "knn/top1@7"}
+    features, labels, *test = clusters
+    found = scores(features[:7], labels[:7], *test, (5, 100, 200))
+    assert {name for name in found if "centred" not in name} == {"neighbours=5/top1", "neighbours=7/top1"}
 
 
 def test_votes_do_not_overflow_at_low_temperatures(clusters):
@@ -72,5 +70,5 @@ def test_votes_do_not_overflow_at_low_temperatures(clusters):
     ("field", "value"), [("neighbours", ()), ("neighbours", (5, 0)), ("temperature", 0.0), ("temperature", math.nan)]
 )
 def test_settings_that_mean_nothing_are_refused(field, value):
-    with pytest.raises(InputError, match=re.escape(f"knn.{field} is {value}: give")):
-        KnnConfig(**{field: value})
+    with pytest.raises(InputError, match=re.escape(f"knn.{field} is {value}")):
+        KnnOptions(**{field: value})

@@ -1,124 +1,136 @@
-"""Linear heads by SGD: how good they are, what chooses among them, and what cannot be done."""
+"""Linear heads by SGD: how good they are, what chooses among them, each of their steps, and resuming."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
-from small_trainings import ALONE, CPU, NOWHERE, PRECONDITIONED, QUICK, SPEED, HubModel, coloured, small_encoder
+from small_trainings import (
+    ALONE,
+    CONDITIONS,
+    CPU,
+    NEWTON,
+    SHARED,
+    SPEED,
+    WHOLE,
+    HubModel,
+    Interrupted,
+    coloured,
+    interrupt_at,
+    make_task,
+    run_processes,
+    scores_of,
+    small_encoder,
+)
+from torch import nn
 
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.features import pooled_features
-from stop_mim.evaluation.linear_heads import Head
-from stop_mim.evaluation.linear_sgd import LinearRun, LinearSGDConfig, config_for, linear_sgd, lr_factor
-from stop_mim.evaluation.protocols import PROTOCOLS
-from stop_mim.models.encoder import Encoder
+from stop_mim.evaluation.linear_heads import Head, LinearHeads, inverse_curvature, precondition, sum_of_products
+from stop_mim.evaluation.protocols import PROTOCOLS, Protocol
+from stop_mim.evaluation.tasks import linear_sgd as linear_sgd_module
+from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions, LinearTraining, heads_for, lr_factor
 from stop_mim.models.hub_encoder import HubEncoder
+from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 
+KINDS = ["last1", "last1/batch_norm", "last2", "last2/batch_norm"]
 
-def test_heads_are_about_as_good_as_logistic_regression(encoder, sets):
-    train, test = sets
-    results = dict(linear_sgd(encoder, train, test, replace(QUICK, epochs=16, milestones=(8, 12)), speed=SPEED))
+
+def scores(encoder, sets, protocol=WHOLE, **options):
+    return scores_of(make_task("linear-sgd", encoder, *sets, protocol, **{"batch_size": 32, **options}))
+
+
+def training(encoder, train, protocol=WHOLE, batch_size=32, conditions=CONDITIONS):
+    return LinearTraining(encoder, train, protocol, batch_size, conditions)
+
+
+@pytest.mark.parametrize("protocol", [replace(WHOLE, epochs=16, milestones=(8, 12)), NEWTON], ids=["SGD", "Newton"])
+def test_heads_are_about_as_good_as_logistic_regression(encoder, sets, protocol):
     features = [pooled_features(encoder, data.source.pixels, 2).numpy() for data in sets]
-    reference = LogisticRegression(C=1e3, max_iter=5000).fit(features[0], train.labels)
-    expected = 100 * reference.score(features[1], test.labels)
+    reference = LogisticRegression(C=1e3, max_iter=5000).fit(features[0], sets[0].labels)
+    expected = 100 * reference.score(features[1], sets[1].labels)
     assert 60 < expected < 97  # There is something to get wrong.
-    for head in ("last1", "last1+bn", "last2", "last2+bn"):
-        assert results[f"linear_sgd/{head}/top1"] > expected - 7
-        assert results[f"linear_sgd/{head}/top5"] == 100  # There are four classes.
-    assert results["linear_sgd/top1"] > expected - 5
+    found = scores(encoder, sets, protocol)
+    for kind in KINDS:
+        assert found[f"{kind}/top1"] > expected - 7
+        assert found[f"{kind}/top5"] == 100  # There are four classes.
 
 
-def test_preconditioned_heads_are_logistic_regression_after_forty_steps(encoder, sets):
-    train, test = sets
-    features = [pooled_features(encoder, data.source.pixels, 2).numpy() for data in sets]
-    reference = LogisticRegression(C=1e3, max_iter=5000).fit(features[0], train.labels)
-    expected = 100 * reference.score(features[1], test.labels)
-    ours = dict(linear_sgd(encoder, *sets, PRECONDITIONED, speed=SPEED))
-    for head in ("last1", "last1+bn", "last2", "last2+bn"):
-        assert ours[f"linear_sgd/{head}/top1"] == pytest.approx(expected, abs=5)
+def test_the_learning_rate_follows_the_protocol():
+    epochs = (0, 7.999, 8, 15.999, 16, 23.999, 24, 27.999)
+    factors = [lr_factor(PROTOCOLS["imagenet"], epoch) for epoch in epochs]
+    assert factors == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001, 0.001])
+    assert [lr_factor(PROTOCOLS["clevr-count"], epoch) for epoch in (0, 25, 50)] == pytest.approx([1, 0.505, 0.01])
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_a_protocol_is_what_the_heads_are_trained_by(name):
-    protocol = PROTOCOLS[name]
-    config = config_for(protocol, seed=3)
-    assert (config.epochs, config.batch_size, config.lrs, config.seed) == (protocol.epochs, 256, protocol.lrs, 3)
-    assert (config.momentum, config.weight_decay) == (protocol.momentum, protocol.weight_decay)
-    assert (config.train_view, config.test_view) == (protocol.train_view, protocol.test_view)
-    assert config.preconditioned == (name == "generic")
-    if protocol.cosine_final_lr is None:
-        assert (config.schedule, config.milestones) == ("milestones", protocol.lr_milestones)
-    else:
-        assert config.schedule == "cosine"
-        assert protocol.lr * lr_factor(config, config.epochs) == pytest.approx(protocol.cosine_final_lr)
-
-
-def test_what_is_asked_for_takes_the_place_of_the_protocols():
-    config = config_for(PROTOCOLS["imagenet"], epochs=14, batch_size=64, lrs=(0.1, 1.0))
-    assert (config.epochs, config.batch_size, config.lrs, config.milestones) == (14, 64, (0.1, 1.0), (4, 8, 12))
-    assert config_for(PROTOCOLS["imagenet"], epochs=1).milestones == ()
-    with pytest.raises(InputError, match=r"linear_sgd\.epochs is 0: give a number above zero"):
-        config_for(PROTOCOLS["imagenet"], epochs=0)
+def test_options_replace_the_protocols_values(encoder, sets):
+    task = make_task("linear-sgd", encoder, *sets, PROTOCOLS["imagenet"], epochs=14, batch_size=64, lrs=(0.1, 1.0))
+    settings = task.settings()
+    assert (settings["epochs"], settings["milestones"], settings["lrs"]) == (14, (4, 8, 12), (0.1, 1.0))
+    assert (settings["name"], settings["batch_size"], settings["weight_decay"]) == ("imagenet", 64, 5e-4)
+    assert PROTOCOLS["imagenet"].shortened(1).milestones == ()
 
 
 def test_names_tell_the_heads_and_what_was_chosen(encoder, sets):
-    heads = ["last1", "last1+bn", "last2", "last2+bn"]
+    metrics, chosen = ["held_out_top1", "top1", "top5"], ["layers", "batch_norm", "lr"]
     for lrs in ((0.5,), (0.5, 0.03)):
-        results = dict(linear_sgd(encoder, *sets, replace(QUICK, epochs=1, lrs=lrs), speed=SPEED))
-        names = heads if len(lrs) == 1 else [f"{head}@{lr:g}" for head in heads for lr in lrs]
-        chosen = ["layers", "batch_norm", "lr", "held_out_top1", "top1", "top5"]
-        scores = [f"{name}/{score}" for name in names for score in ("held_out_top1", "top1", "top5")]
-        kinds = [f"{head}/{score}" for head in heads for score in ("lr", "held_out_top1", "top1", "top5")]
-        kinds = kinds if len(lrs) > 1 else []
-        assert [*results] == [f"linear_sgd/{name}" for name in scores + kinds + chosen]
-        for head in heads if len(lrs) > 1 else ():
-            lr = results[f"linear_sgd/{head}/lr"]
-            held_out = {one: results[f"linear_sgd/{head}@{one:g}/held_out_top1"] for one in lrs}
-            assert held_out[lr] == max(held_out.values()) == results[f"linear_sgd/{head}/held_out_top1"]
-            assert results[f"linear_sgd/{head}/top1"] == results[f"linear_sgd/{head}@{lr:g}/top1"]
-        best = f"last{results['linear_sgd/layers']:.0f}{'+bn' if results['linear_sgd/batch_norm'] else ''}"
-        best += f"@{results['linear_sgd/lr']:g}" if len(lrs) > 1 else ""
-        for score in ("held_out_top1", "top1", "top5"):
-            assert results[f"linear_sgd/{score}"] == results[f"linear_sgd/{best}/{score}"]
+        task = make_task("linear-sgd", encoder, *sets, replace(WHOLE, epochs=1, milestones=(), lrs=lrs), batch_size=32)
+        records = [*task.run()]
+        found = {score.name: score.value for score in records}
+        heads = [f"{kind}/lr={lr:g}" for kind in KINDS for lr in lrs] if len(lrs) > 1 else []
+        expected = [f"{head}/{metric}" for head in heads for metric in metrics]
+        expected += [f"{kind}/{m}" for kind in KINDS for m in (["lr"] if heads else []) + metrics]
+        assert [*found] == expected + chosen + metrics
+        assert [score.name for score in records if score.headline] == [f"{kind}/top1" for kind in KINDS] + metrics[1:]
+        for kind in KINDS if heads else ():
+            lr = found[f"{kind}/lr"]
+            held_out = {one: found[f"{kind}/lr={one:g}/held_out_top1"] for one in lrs}
+            assert held_out[lr] == max(held_out.values()) == found[f"{kind}/held_out_top1"]
+            assert found[f"{kind}/top1"] == found[f"{kind}/lr={lr:g}/top1"]
+        best = f"last{found['layers']:.0f}{'/batch_norm' if found['batch_norm'] else ''}"
+        best += f"/lr={found['lr']:g}" if heads else ""
+        assert all(found[metric] == found[f"{best}/{metric}"] for metric in metrics)
 
 
-def test_held_out_images_choose_even_if_the_test_set_would_not(encoder, sets):
+def test_held_out_images_choose_even_if_the_test_set_would_not(encoder, sets, monkeypatch):
+    monkeypatch.setattr(linear_sgd_module, "HELD_OUT_FRACTION", 0.2)
     train, test = sets
     # Where every test label is wrong, the head that has learned most is the worst of all.
     wrong = LabelledSet(test.source, (test.labels + 1) % 4, test.indices)
-    config = replace(QUICK, epochs=3, lrs=(1e-9, 0.5))
-    results = dict(linear_sgd(encoder, train, wrong, config, speed=SPEED))
-    assert results["linear_sgd/lr"] == 0.5
-    assert results["linear_sgd/held_out_top1"] > 60
-    heads = [value for name, value in results.items() if name.endswith("/top1") and name.count("/") == 2]
-    assert max(heads) > results["linear_sgd/top1"] + 5
-    honest = dict(linear_sgd(encoder, train, test, config, speed=SPEED))
-    ours = {name: value for name, value in honest.items() if "held_out" in name}
-    assert ours == {name: value for name, value in results.items() if "held_out" in name}
+    protocol = replace(WHOLE, epochs=3, milestones=(2,), lrs=(1e-9, 0.5))
+    found = scores(encoder, (train, wrong), protocol)
+    assert found["lr"] == 0.5
+    assert found["held_out_top1"] > 60
+    heads = [value for name, value in found.items() if "lr=" in name and name.endswith("/top1")]
+    assert max(heads) > found["top1"] + 5
+    honest = scores(encoder, sets, protocol)
+    assert all(found[name] == value for name, value in honest.items() if "held_out" in name)
 
 
 def test_the_heads_do_not_learn_from_what_chooses_among_them(encoder):
     train = coloured(100, together=False)
-    run = LinearRun(encoder, train, replace(QUICK, epochs=2), ALONE, replace(SPEED, loader="streaming"))
-    run.train(NOWHERE, None)
-    assert len(run.held_out) == 20
+    run = training(encoder, train, conditions=replace(CONDITIONS, speed=SpeedConfig(workers=0, loader="streaming")))
+    run.train()
+    assert len(run.held_out) == 5
     assert sorted({*train.source.reads}) == sorted(run.used.indices)
     assert not {*run.used.indices} & {*run.held_out.indices}
 
 
 def test_several_learning_rates_at_once_change_none_of_the_others(encoder, sets):
-    alone = dict(linear_sgd(encoder, *sets, QUICK, speed=SPEED))
+    alone = scores(encoder, sets)
     # One of them explodes, and is not chosen.
-    grid = dict(linear_sgd(encoder, *sets, replace(QUICK, lrs=(1e30, 0.5)), speed=SPEED))
-    for head in ("last1", "last1+bn", "last2", "last2+bn"):
-        for score in ("held_out_top1", "top1", "top5"):
-            assert grid[f"linear_sgd/{head}@0.5/{score}"] == alone[f"linear_sgd/{head}/{score}"]
-    assert grid["linear_sgd/last2@1e+30/top1"] == grid["linear_sgd/last2@1e+30/top5"] == 0
-    assert grid["linear_sgd/lr"] == 0.5
+    grid = scores(encoder, sets, replace(WHOLE, lrs=(1e30, 0.5)))
+    for kind in KINDS:
+        for metric in ("held_out_top1", "top1", "top5"):
+            assert grid[f"{kind}/lr=0.5/{metric}"] == alone[f"{kind}/{metric}"]
+    assert grid["last2/lr=1e+30/top1"] == grid["last2/lr=1e+30/top5"] == 0
+    assert grid["lr"] == 0.5
 
 
 def test_the_encoder_stays_as_it_is_and_the_global_generator_too(sets):
@@ -127,85 +139,329 @@ def test_the_encoder_stays_as_it_is_and_the_global_generator_too(sets):
     modes = []
     encoder.vit.norm.register_forward_hook(lambda module, *_: modes.append(module.training))
     state = torch.get_rng_state()
-    list(linear_sgd(encoder, *sets, replace(QUICK, epochs=1), speed=SPEED))
+    scores(encoder, sets, replace(WHOLE, epochs=1, milestones=()))
     assert torch.equal(torch.get_rng_state(), state)
-    assert encoder.training
     assert not any(modes)
     assert all(torch.equal(before[name], tensor) for name, tensor in encoder.state_dict().items())
     assert all(parameter.grad is None for parameter in encoder.parameters())
 
 
-def test_bad_training_images_are_left_out(encoder):
-    train, test = coloured(400, together=False, bad=(5, 100)), coloured(40, seed=1)
-    for loader in ("resident", "streaming"):
-        speed = replace(SPEED, loader=loader)
-        results = dict(linear_sgd(encoder, train, test, replace(QUICK, held_out_part=0.05), speed=speed))
-        assert results["linear_sgd/top1"] > 60
+@pytest.mark.parametrize("loader", ["resident", "streaming"])
+def test_bad_training_images_are_left_out(encoder, loader):
+    sets = coloured(400, together=False, bad=(5, 100)), coloured(40, seed=1)
+    assert scores(encoder, sets, speed=replace(SPEED, loader=loader))["top1"] > 60
 
 
-def test_an_encoder_that_gives_no_numbers_is_told(sets):
+def test_an_encoder_that_gives_no_numbers_is_refused(sets):
     encoder = small_encoder()
     encoder.vit.norm.weight.data.fill_(torch.nan)
-    with pytest.raises(TrainingDiverged, match="No linear head had a finite loss in epoch 1"):
-        list(linear_sgd(encoder, *sets, QUICK, speed=SPEED))
-    with pytest.raises(TrainingDiverged, match="features are not finite"):
-        list(linear_sgd(encoder, *sets, PRECONDITIONED, speed=SPEED))
+    with pytest.raises(TrainingDiverged, match="epoch 1"):
+        scores(encoder, sets)
+    with pytest.raises(TrainingDiverged, match="not finite"):
+        scores(encoder, sets, NEWTON)
 
 
 def test_a_batch_that_cannot_be_divided_is_refused(encoder, sets):
-    run = LinearRun(encoder, sets[0], replace(QUICK, batch_size=33), ALONE, SPEED)
+    run = training(encoder, sets[0], batch_size=33)
     run.ranks = Ranks(0, 2, 2, CPU)
     with pytest.raises(InputError, match="batch_size is 33: it must be a multiple of 2"):
-        run.train(NOWHERE, None)
+        run.batches()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("epochs", 0),
-        ("batch_size", 1),
-        ("lrs", ()),
-        ("lrs", (0.1, 0.1)),
-        ("lrs", (-0.1,)),
-        ("lrs", (float("nan"),)),
-        ("milestones", (8, 4)),
-        ("milestones", (0, 4)),
-        ("milestone_factor", 2.0),
-        ("final_factor", -0.1),
-        ("momentum", 1.0),
-        ("weight_decay", -1.0),
-        ("layers", 0),
-        ("held_out_part", 0.0),
-        ("held_out_part", 1.0),
-        ("held_out_images", 0),
-    ],
+    [("epochs", 0), ("batch_size", 1), ("lrs", ()), ("lrs", (0.1, 0.1)), ("lrs", (-0.1,)), ("lrs", (float("nan"),))],
 )
-def test_a_configuration_that_cannot_work_is_refused_by_name(field, value):
+def test_options_that_cannot_work_are_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"linear_sgd.{field} is"):
-        replace(LinearSGDConfig(), **{field: value})
-
-
-@pytest.mark.parametrize("field", ["schedule", "train_view", "test_view"])
-def test_a_misspelt_choice_is_refused_by_name(field):
-    config = LinearSGDConfig()
-    # As it would come from a file: in tests, a call with it is refused by its type before.
-    object.__setattr__(config, field, "nonsense")
-    with pytest.raises(InputError, match=f"linear_sgd.{field} is nonsense: choose"):
-        config.__post_init__()
+        LinearSGDOptions(**{field: value})
 
 
 def test_encoders_of_the_hub_are_probed_too(sets):
-    results = dict(linear_sgd(HubEncoder(HubModel()), *sets, QUICK, speed=SPEED))
-    assert results["linear_sgd/top1"] > 60
-    assert "linear_sgd/last1+bn/top1" in results
-    assert not any("last2" in name or "last4" in name for name in results)
+    found = scores(HubEncoder(HubModel()), sets)
+    assert found["top1"] > 60
+    assert "last1/batch_norm/top1" in found
+    assert not any("last2" in name or "last4" in name for name in found)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_on_the_gpu(sets, loader):
-    encoder: Encoder = small_encoder().cuda()
+    ranks = Ranks(0, 1, 1, torch.device("cuda"))
     speed = SpeedConfig(workers=2, loader=loader)
-    results = dict(linear_sgd(encoder, *sets, QUICK, speed=speed))
-    assert results["linear_sgd/top1"] > 60
-    assert Head(2, True, 0.5).name() == "last2+bn"
+    assert scores(small_encoder(), sets, speed=speed, ranks=ranks)["top1"] > 60
+
+
+# Steps
+
+
+def test_the_heads_are_the_last_layer_and_the_last_four_or_all_there_are():
+    for depth, last in ((12, 4), (3, 3)):
+        expected = [Head(layers, norm, 0.5) for layers in (1, last) for norm in (False, True)]
+        assert heads_for(WHOLE, depth) == expected
+    assert heads_for(WHOLE, 1) == [Head(1, False, 0.5), Head(1, True, 0.5)]
+
+
+def test_logits_are_a_linear_map_of_the_last_columns_standardised_or_not():
+    heads = LinearHeads(heads_for(WHOLE, 12), 3, 5, ALONE)
+    # torch's own, with its momentum of a tenth, over the same four batches.
+    reference = nn.BatchNorm1d(12, affine=False)
+    for features in torch.randn(4, 50, 12, generator=torch.Generator().manual_seed(0)) * 3 + 1:
+        heads.train()
+        logits, standardised = heads.logits(features), reference(features)
+        assert logits.shape == (4, 50, 5)
+        for number, inputs in enumerate((features[:, 9:], standardised[:, 9:], features, standardised)):
+            linear = heads.linears[number]
+            torch.testing.assert_close(logits[number], inputs @ linear.weight.T + linear.bias)
+    heads.eval()
+    alone = heads.logits(features[:1])
+    torch.testing.assert_close(alone, heads.logits(features)[:, :1])
+    torch.testing.assert_close(alone[1], reference.eval()(features)[:1, 9:] @ heads.linears[1].weight.T)
+    assert not list(heads.norm.parameters())
+
+
+def inputs_of(head, features):
+    inputs = features[:, -64 * head.layers :]
+    return nn.functional.batch_norm(inputs, None, None, training=True) if head.batch_norm else inputs
+
+
+def test_a_step_is_that_of_each_head_alone(encoder, sets):
+    run = training(encoder, sets[0], replace(WHOLE, lrs=(0.5, 0.03)))
+    pixels, labels = sets[0].source.pixels[:32], torch.from_numpy(sets[0].labels[:32])
+    features = pooled_features(encoder, pixels, 2).clone()
+    before = [(linear.weight.detach().clone(), linear.bias.detach().clone()) for linear in run.heads.linears]
+    run.set_lr(0, 10)
+    run.heads.train()
+    images = (pixels / 255 - torch.tensor(encoder.mean)[:, None, None]) / torch.tensor(encoder.std)[:, None, None]
+    run.step(0, images, labels)
+    for number, head in enumerate(run.heads.heads):
+        weight, bias = (nn.Parameter(value) for value in before[number])
+        loss = nn.functional.cross_entropy(inputs_of(head, features) @ weight.T + bias, labels)
+        loss.backward()
+        torch.optim.SGD([weight, bias], head.lr * 32 / 256, 0.9, weight_decay=5e-4, nesterov=True).step()
+        torch.testing.assert_close(run.losses[number], loss.detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(run.heads.linears[number].weight, weight, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(run.heads.linears[number].bias, bias, atol=1e-5, rtol=1e-4)
+
+
+def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(encoder, sets):
+    run = training(encoder, sets[0], replace(NEWTON, weight_decay=0.01), batch_size=380)
+    taken = []
+
+    def look(optimiser, *_):
+        if not taken:
+            taken.extend(linear.weight.grad.clone() for linear in run.heads.linears)
+
+    run.optimiser.register_step_pre_hook(look)
+    before = [linear.weight.detach().clone() for linear in run.heads.linears]
+    run.train()
+    features = pooled_features(encoder, run.used.source.pixels[run.used.indices], 2).clone()
+    labels = torch.from_numpy(run.used.classes)
+    for number, head in enumerate(run.heads.heads):
+        extended = nn.functional.pad(inputs_of(head, features).double(), (0, 1), value=1.0)
+        weights = nn.functional.pad(before[number].double(), (0, 1)).requires_grad_()
+        loss = nn.functional.cross_entropy(extended @ weights.T, labels) + 0.01 / 2 * weights.square().sum()
+        loss.backward()
+        curvature = 3 / 16 * extended.T @ extended / len(labels) + 0.01 * torch.eye(extended.shape[1])
+        expected = torch.linalg.solve(curvature, weights.grad.T).T[:, :-1]
+        assert (taken[number] - expected).norm() / expected.norm() < 0.02
+    # They are standardised by the training set, not by the batch.
+    torch.testing.assert_close(run.heads.norm.running_mean, features.mean(0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run.heads.norm.running_var, features.var(0, unbiased=False), atol=1e-5, rtol=1e-3)
+    run.start(run.batches())
+    assert run.heads.linears[0].training
+    assert not run.heads.norm.training
+
+
+def test_the_optimiser_gets_the_learning_rate_of_the_schedule_scaled_with_the_batch(encoder, sets):
+    run = training(encoder, sets[0], replace(WHOLE, epochs=3, milestones=(1,), lrs=(0.5, 0.1)), batch_size=38)
+    seen = []
+    run.optimiser.register_step_post_hook(
+        lambda optimiser, *_: seen.append([group["lr"] for group in optimiser.param_groups[:2]])
+    )
+    run.train()
+    # 380 images are learned from: ten steps an epoch.
+    peaks = np.array([0.5, 0.1]) * 38 / 256
+    assert np.allclose(seen, [peaks] * 10 + [0.1 * peaks] * 20)
+
+
+def test_features_are_those_of_some_images_at_a_time(encoder, sets):
+    speed = replace(SPEED, batch_size_per_device=7)
+    images = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    parts = training(encoder, sets[0], conditions=replace(CONDITIONS, speed=speed)).features(images)
+    torch.testing.assert_close(parts, encoder.embed(images, 2).detach())
+
+
+def test_accuracies_are_of_the_images_that_can_be_read(encoder, sets):
+    # Grey images, whose brightness is their class.
+    levels = torch.arange(12).repeat(10)
+    pixels = (levels * 20).to(torch.uint8)[:, None, None, None].repeat(1, 3, 16, 16)
+    source = type(sets[0].source)(pixels, bad=(13,), together=False)
+    data = LabelledSet(source, levels.numpy(), np.arange(120))
+    run = training(encoder, sets[0], conditions=replace(CONDITIONS, speed=replace(SPEED, batch_size_per_device=7)))
+
+    def predict(images):
+        grey = (images[:, 0, 0, 0] * encoder.std[0] + encoder.mean[0]) * 255 / 20
+        near = -(grey[:, None] - torch.arange(12)).abs()
+        # The class is first, last, second at best, or unknown.
+        second = near - 2 * torch.nn.functional.one_hot(grey.round().long(), 12) + 0.5 * (torch.arange(12) == 0)
+        return torch.stack([near, -near, second, torch.full_like(near, torch.nan)])
+
+    run.predict = predict
+    found = run.score(data)
+    assert found[0].tolist() == [100, 100]
+    assert found[1].tolist() == [0, 0]
+    assert found[3].tolist() == [0, 0]
+    assert found[2, 0] == 0
+    assert found[2, 1] == 100
+
+
+# Resuming
+
+
+def state_files():
+    return [*(Path(os.environ["STOP_MIM_CACHE"]) / "evaluations").glob("*")]
+
+
+@pytest.mark.parametrize(("loader", "preconditioned"), [("resident", False), ("streaming", True)])
+def test_a_resumed_run_is_bit_identical(encoder, tmp_path, loader, preconditioned):
+    train = coloured(90, together=False)
+    protocol = Protocol("cosine", 4, final_factor=0.01, lrs=(0.5, 0.1), preconditioned=preconditioned)
+    conditions = replace(CONDITIONS, train_view="random_resized_crop", speed=replace(SPEED, loader=loader))
+
+    def run(name, progress=None):
+        training(encoder, train, protocol, conditions=conditions).train(tmp_path / name, progress)
+        return read_checkpoint(tmp_path / name)
+
+    whole = run("whole")
+    for step in (8, 11):  # In the third and in the fourth epoch, of three steps each.
+        with pytest.raises(Interrupted):
+            run("parts", interrupt_at(step))
+        assert read_checkpoint(tmp_path / "parts").step == (step - 1) // 3
+    parts = run("parts")
+    assert whole.step == parts.step == 4
+    assert whole.tensors.keys() == parts.tensors.keys()
+    assert any(name.startswith("optimiser.momentum_buffer") for name in whole.tensors)
+    assert all(torch.equal(whole.tensors[name], parts.tensors[name]) for name in whole.tensors)
+    run("whole", interrupt_at(1))  # A finished one is not trained again.
+
+
+def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
+    told = []
+    make = lambda **options: make_task("linear-sgd", encoder, *sets, batch_size=32, **options)  # noqa: E731
+    whole = scores_of(make(progress=lambda done, total: told.append((done, total))))
+    assert told == [(step, 48) for step in range(1, 49)]
+    assert not state_files()
+    with pytest.raises(Interrupted):
+        scores_of(make(progress=interrupt_at(30)))
+    (state,) = state_files()
+    for others in ({"seed": 1}, {"lrs": (0.1,)}, {"protocol": replace(WHOLE, weight_decay=0.1)}):
+        scores_of(make(**others))
+        assert state_files() == [state], "another evaluation has a state of its own"
+    told.clear()
+    assert scores_of(make(progress=lambda done, total: told.append((done, total)))) == whole
+    assert told[0] == (25, 48)
+    with pytest.raises(Interrupted):
+        scores_of(make(progress=interrupt_at(30)))
+    state.write_bytes(state.read_bytes()[:-1] + b"?")
+    with pytest.raises(InputError, match=rf"{state.name}.*delete it"):
+        scores_of(make())
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from small_trainings import SHARED, coloured, make_task, small_encoder
+from stop_mim.training.distributed import process_group
+
+torch.set_num_threads(1)
+with process_group("cpu") as ranks:
+    for name, protocol in SHARED.items():
+        sets, folder = (coloured(79), coloured(41, seed=1)), Path(sys.argv[2])
+        task = make_task("linear-sgd", small_encoder(), *sets, protocol, ranks=ranks, flip=0.0, batch_size=32)
+        training = task.training()
+        training.train(folder / f"{name}{ranks.world_size}")
+        results = {score.name: score.value for score in task.results(training)}
+        torch.save(results, folder / f"{name}{ranks.world_size}.{ranks.rank}")
+"""
+
+
+def test_two_processes_learn_what_one_learns(tmp_path):
+    # 75 images in batches of 32: the last batch is uneven, 6 images in one process and 5 in the other.
+    run_processes(SCRIPT, tmp_path, 2)
+    for name, protocol in SHARED.items():
+        first, second = (torch.load(tmp_path / f"{name}2.{rank}", weights_only=True) for rank in (0, 1))
+        assert first == second
+        training(small_encoder(), coloured(79), protocol).train(tmp_path / f"{name}1")
+        one, two = (read_checkpoint(tmp_path / f"{name}{count}").tensors for count in (1, 2))
+        assert one.keys() == two.keys()
+        for key, tensor in one.items():
+            # Where features hardly vary, preconditioned steps are long, and so are their rounding errors.
+            tolerance = 1e-3 * tensor.abs().max().item() if protocol.preconditioned else 2e-5
+            torch.testing.assert_close(two[key], tensor, atol=tolerance, rtol=1e-3)
+
+
+# Curvature
+
+
+def correlated(count=600, dim=12, seed=0):
+    """Features far from zero, along whose principal components the variances fall by a million."""
+    generator = torch.Generator().manual_seed(seed)
+    turned = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
+    return (torch.randn(count, dim, generator=generator) * torch.logspace(0, -3, dim)) @ turned + 2
+
+
+@pytest.mark.parametrize("columns", [12, 3])
+@pytest.mark.parametrize("standardised", [False, True])
+def test_it_is_the_inverse_of_the_losss_second_derivatives(columns, standardised):
+    features = torch.randn(300, 12, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 12) + 1
+    seen = features[:, -columns:]
+    if standardised:
+        seen = (seen - seen.mean(0)) / seen.std(0, unbiased=False)
+    seen = nn.functional.pad(seen, (0, 1), value=1.0).double()
+
+    def loss(weights_of_a_class):
+        others = torch.zeros(len(seen), 4, dtype=torch.float64)
+        logits = torch.cat([(seen @ weights_of_a_class)[:, None], others], 1)
+        return -logits.log_softmax(1)[:, 1].mean() + 0.01 / 2 * weights_of_a_class.square().sum()
+
+    expected = torch.autograd.functional.hessian(loss, torch.zeros(columns + 1, dtype=torch.float64)).inverse()
+    moments = (sum_of_products(features[:100]) + sum_of_products(features[100:])) / 300
+    ours = inverse_curvature(moments, columns, standardised, 5, 0.01)
+    assert (ours - expected).norm() < 0.01 * expected.norm()
+
+
+def test_features_that_do_not_vary_have_finite_steps():
+    features = torch.cat([correlated(), torch.zeros(600, 2), torch.ones(600, 1)], 1)
+    for standardised in (False, True):
+        inverse = inverse_curvature(sum_of_products(features) / 600, 15, standardised, 5, 0.0)
+        assert torch.isfinite(inverse).all()
+        assert inverse.abs().max() < 1e7
+
+
+def test_preconditioned_steps_reach_the_optimum_far_sooner():
+    features, generator = correlated(), torch.Generator().manual_seed(1)
+    directions = torch.randn(4, 12, generator=generator) / features.std(0)
+    labels = (features @ directions.T + torch.randn(600, 4, generator=generator)).argmax(1)
+    inverse = inverse_curvature(sum_of_products(features) / 600, 12, False, 4, 1e-5)
+
+    def loss_after(steps, rate, preconditioned):
+        linear = nn.Linear(12, 4)
+        nn.init.zeros_(linear.weight)
+        nn.init.zeros_(linear.bias)
+        for _ in range(steps):
+            linear.zero_grad()
+            nn.functional.cross_entropy(linear(features), labels).backward()
+            if preconditioned:
+                precondition(linear, inverse, 1e-5)
+            with torch.no_grad():
+                for parameter in linear.parameters():
+                    parameter -= rate * (parameter.grad + (0 if preconditioned else 1e-5 * parameter))
+        squares = linear.weight.square().sum() + linear.bias.square().sum()
+        return (nn.functional.cross_entropy(linear(features), labels) + 1e-5 / 2 * squares).item()
+
+    least = loss_after(3000, 1.0, True)
+    assert loss_after(100, 1.0, True) < least + 0.01
+    # The best rate of many; with a larger one it explodes.
+    assert min(loss_after(100, rate, False) for rate in (0.01, 0.03, 0.1, 0.3)) > least + 0.05

@@ -1,5 +1,6 @@
-"""A run may begin with the weights of another: all of them, or the encoder's, and never a part of what was asked for."""
+"""A run can start from other weights: a whole model's or an encoder's, never a part of what was asked for."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,6 @@ from stop_mim.cli import main
 from stop_mim.errors import InputError
 from stop_mim.exchange.initial_weights import initialise
 from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
-from stop_mim.training import pretrain
 from stop_mim.training.build import build_objective
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import (
@@ -80,7 +80,7 @@ def test_a_whole_model_of_a_release(released, positions):
         ({"encoder": EncoderConfig("tiny", (64, 64), depth=3)}, r"missing \(encoder.vit.blocks.2"),
         ({"encoder": EncoderConfig("tiny", (64, 64), depth=2, heads=6)}, r"has 3 heads there and 6 here"),
         ({"predictor": PredictorConfig(48, 2, heads=4)}, r"predictor.blocks.0.attn has 3 heads there and 4 here"),
-        ({"predictor": PredictorConfig(48, 1)}, r"24|unknown \(predictor.blocks.1"),
+        ({"predictor": PredictorConfig(48, 1)}, r"unknown \(predictor.blocks.1"),
         ({"positions": PositionsConfig(covariance="untied")}, r"missing \(predictor.positions.covariance.weight\)"),
         ({"objective": ObjectiveConfig("mae"), "masks": MaskConfig("random")}, r"missing \(decoder"),
     ],
@@ -93,7 +93,7 @@ def test_other_positions_of_a_predictor_are_refused(tmp_path):
     contents = release()
     contents["predictor"]["module.predictor_pos_embed"] = torch.randn(1, 16, 48, generator=generator(0))
     torch.save(contents, tmp_path / "other.pth.tar")
-    refuses(built(RELEASE), tmp_path / "other.pth.tar", "has other positions than this run")
+    refuses(built(RELEASE), tmp_path / "other.pth.tar", "#predictor has other positions")
     assert initialise(built(RELEASE), f"{tmp_path / 'other.pth.tar'}#target_encoder").startswith("the encoder of")
 
 
@@ -105,11 +105,11 @@ def test_a_run_or_a_checkpoint_of_our_own(run, run_config):
         tensors = read_checkpoint(path).tensors
         assert all(torch.equal(tensor, tensors[f"model.{name}"]) for name, tensor in objective.state_dict().items())
     wider = replace(run_config, predictor=PredictorConfig(width=32, depth=1, heads=2))
-    refuses(built(wider), run, r"predictor.* is 16 instead of 32.*begin with its encoder alone")
+    refuses(built(wider), run, r"predictor.* is 16 instead of 32.*encoder.safetensors")
     refuses(built(replace(run_config, predictor=PredictorConfig(16, 1, heads=4))), run, "2 heads there and 4 here")
     last.unlink()
     first.unlink()
-    refuses(built(run_config), run, "holds no checkpoint: name .*encoder.safetensors")
+    refuses(built(run_config), run, "encoder.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["ijepa", "mae", "data2vec"])
@@ -120,7 +120,7 @@ def test_an_encoder_for_any_objective(tmp_path, run_config, kind):
     masks = MaskConfig(kind={"ijepa": "multiblock", "mae": "random", "data2vec": "random"}[kind])
     objective = built(replace(run_config, objective=ObjectiveConfig(kind), masks=masks))
     before = copy_of(objective)
-    assert "what predicts is new" in initialise(objective, tmp_path / "mine.safetensors")
+    assert "predictor is new" in initialise(objective, tmp_path / "mine.safetensors")
     for part in (objective.encoder, objective.frozen):
         assert all(torch.equal(tensor, encoder.state_dict()[name]) for name, tensor in part.state_dict().items())
     others = [name for name in before if not name.startswith(("encoder.", "target."))]
@@ -133,102 +133,42 @@ def test_student_and_teacher_of_data2vec_never_differ_in_their_positions(tmp_pat
     torch.nn.init.trunc_normal_(encoder.vit.pos_embed, std=0.02)
     save_encoder(encoder, tmp_path / "learned.safetensors")
     config = replace(run_config, objective=ObjectiveConfig("data2vec"), masks=MaskConfig("random"))
-    refuses(
-        built(config), tmp_path / "learned.safetensors", "has other positions than the sine-cosine ones of data2vec"
-    )
+    refuses(built(config), tmp_path / "learned.safetensors", "data2vec")
     initialise(built(run_config), tmp_path / "learned.safetensors")
 
 
 def test_an_encoder_of_another_make_is_refused(tmp_path, encoder, run_config):
     save_encoder(encoder, tmp_path / "wider.safetensors")
-    refuses(
-        built(run_config), tmp_path / "wider.safetensors", "does not fit the encoder of this run: of its weights are"
-    )
+    refuses(built(run_config), tmp_path / "wider.safetensors", "does not fit the encoder of this run")
     config = replace(run_config, encoder=EncoderConfig("tiny", (32, 32), 8, width=48, depth=2, heads=3))
     refuses(built(config), tmp_path / "wider.safetensors", r"its mean is \(0.4, 0.5, 0.6\)")
     encoder.mean, encoder.std = (built(config).encoder.mean, built(config).encoder.std)
     save_encoder(encoder, tmp_path / "same.safetensors")
     initialise(built(config), tmp_path / "same.safetensors")
     other_heads = replace(config, encoder=replace(config.encoder, heads=6))
-    refuses(built(other_heads), tmp_path / "same.safetensors", "its heads is 3, here it is 6")
+    refuses(built(other_heads), tmp_path / "same.safetensors", "its heads is 3 instead of 6")
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=0)
     save_file(model.state_dict(), tmp_path / "timm.safetensors")
     refuses(built(RELEASE), tmp_path / "timm.safetensors", r"1 unknown \(cls_token\)")
     refuses(built(RELEASE), tmp_path / "none.pth.tar", "There is no encoder")
 
 
-def test_the_command_hands_it_to_the_trainer(released, monkeypatch):
-    given = {}
-
-    def train(config, recipe, **more):
-        given.update(config=config, recipe=recipe, **more)
-        return pretrain.TrainResult(released.parent, 1, 1, 0.0, None)
-
-    monkeypatch.setattr(pretrain, "train", train)
-    main(["pretrain", "ijepa-vitb16", "--data", "scenes"])
-    assert set(given) == {"config", "recipe"}
-    main(["pretrain", "ijepa-vitb16", "--data", "scenes", "--init", str(released), "--optim.epochs", "20"])
-    assert type(given["config"]) is TrainConfig, "what is recorded is a plain configuration"
-    assert given["config"].optim.epochs == 20
-    objective = built(RELEASE)
-    given["initialise"](objective)
-    assert torch.equal(objective.encoder.vit.norm.bias, without_prefix(release()["encoder"])["norm.bias"])
-
-
-def test_a_run_goes_on_from_a_release(released, tmp_path, capsys):
-    options = [
-        *(
-            "--encoder.size",
-            "tiny",
-            "--encoder.image-size",
-            "64",
-            "64",
-            "--encoder.depth",
-            "2",
-            "--predictor.width",
-            "48",
-        ),
-        *("--predictor.depth", "2", "--optim.batch-size", "8", "--optim.epochs", "1", "--optim.warmup-epochs", "0"),
-        *("--optim.ema-start", "1", "--speed.device", "cpu", "--data", "scenes:count=16,size=64"),
-    ]
+def test_a_run_starts_from_a_release(released, tmp_path, capsys):
+    options = shlex.split(
+        "--encoder.size tiny --encoder.image-size 64 64 --encoder.depth 2 --predictor.width 48 --predictor.depth 2 "
+        "--optim.batch-size 8 --optim.epochs 1 --optim.warmup-epochs 0 --optim.ema-start 1 --checkpoint.keep 9 "
+        "--speed.device cpu --data scenes:count=16,size=64"
+    )
     main(["pretrain", "ijepa-vitb16", *options, "--out", str(tmp_path / "run"), "--init", str(released)])
-    # The target never moved: it is still the release's, whatever the encoder has learned since.
+    # The target never moved: it still is the release's, whatever the encoder has learned since.
     ours, theirs = (stop_mim.load_encoder(name).vit.state_dict() for name in (tmp_path / "run", released))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    # The weights that it started from are saved before the first step, so that an early crash does not lose them.
+    first = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000000.safetensors")
+    assert torch.equal(first.tensors["model.encoder.vit.norm.bias"], without_prefix(release()["encoder"])["norm.bias"])
     arguments = [*options, "--encoder.patch-size", "8", "--out", str(tmp_path / "other"), "--init", str(released)]
     with pytest.raises(SystemExit) as ended:
         main(["pretrain", "ijepa-vitb16", *arguments])
     assert ended.value.code == 2
-    assert "patch_embed.proj.weight is 192x3x16x16 instead of 192x3x8x8" in capsys.readouterr().err
+    assert "192x3x16x16 instead of 192x3x8x8" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
-
-
-def test_a_run_that_began_with_weights_goes_on_with_them_even_before_its_first_checkpoint(
-    released, tmp_path, monkeypatch
-):
-    """Killed right after its start, it holds what it began with."""
-    options = (
-        "--encoder.size tiny --encoder.image-size 64 64 --encoder.depth 2 --predictor.width 48 --predictor.depth 2"
-    )
-    more = "--optim.batch-size 8 --optim.epochs 1 --optim.warmup-epochs 0 --speed.device cpu --data scenes:count=16,size=64"
-
-    def killed(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("stop_mim.training.trainer.Trainer._train", killed)
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "pretrain",
-                "ijepa-vitb16",
-                *options.split(),
-                *more.split(),
-                "--out",
-                str(tmp_path / "run"),
-                "--init",
-                str(released),
-            ]
-        )
-    checkpoint = read_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000000.safetensors")
-    theirs = without_prefix(release()["encoder"])
-    assert torch.equal(checkpoint.tensors["model.encoder.vit.norm.bias"], theirs["norm.bias"])

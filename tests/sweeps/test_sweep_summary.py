@@ -1,20 +1,31 @@
-"""The arithmetic of summaries, with numbers that were worked out by hand."""
+"""Means, standard deviations and paired differences over seeds, in numbers worked out by hand; files and tables."""
 
 import csv
 import json
 import math
+from pathlib import Path
 
 import pytest
-from mini_sweep import VARIANTS, install, mini_config, printed, silent
+from mini_sweep import mini_config
 
-from stop_mim.errors import InputError
-from stop_mim.sweeps.outcome import Outcome, write_outcome
-from stop_mim.sweeps.plan import make_plan, run_folder, write_plan
-from stop_mim.sweeps.summary import as_json, paired_difference, show_summary, spread, summarise, write_summary
+from stop_mim.sweeps.plan import make_plan
+from stop_mim.sweeps.summary import (
+    Summary,
+    as_json,
+    compare,
+    paired_difference,
+    show_summary,
+    spread,
+    summarise,
+    write_summary,
+)
 
-# The 97.5th percentiles of Student's t, as tables print them.
+# Student's t at 97.5% for 1, 2 and 4 degrees of freedom, from a table.
 T_1, T_2, T_4 = 12.7062, 4.30265, 2.77645
-ACCURACY = "count/linear/top1"
+VALUES = {
+    "fixed": {seed: {"top1": value, "health/A_norm": 2 * value} for seed, value in enumerate((10.0, 12.0, 14.0))},
+    "noisy": {seed: {"top1": value, "health/A_norm": 2 * value} for seed, value in enumerate((13.0, 13.0, 19.0))},
+}
 
 
 def test_spread_over_seeds():
@@ -25,128 +36,75 @@ def test_spread_over_seeds():
     assert spread([7.0]).std is None
 
 
-def test_paired_difference_of_three_seeds():
-    found = paired_difference({0: 13.0, 1: 13.0, 2: 19.0}, {0: 10.0, 1: 12.0, 2: 14.0})
-    # Differences 3, 1, 5: mean 3, std 2, standard error 2 / √3.
-    assert (found.n, found.mean, found.note) == (3, 3.0, "")
-    assert found.low == pytest.approx(3 - T_2 * 2 / math.sqrt(3), abs=1e-4)
-    assert found.high == pytest.approx(3 + T_2 * 2 / math.sqrt(3), abs=1e-4)
+@pytest.mark.parametrize(
+    ("values", "baseline", "mean", "reach", "note"),
+    [
+        # Differences 3, 1, 5: mean 3, std 2, standard error 2 / √3.
+        ((13.0, 13.0, 19.0), (10.0, 12.0, 14.0), 3.0, T_2 * 2 / math.sqrt(3), ""),
+        # Differences 1.1, 0.9, 1.1, 0.9, 1.1 although seeds differ by 10: squares (3 · 0.08² + 2 · 0.12²) / 4 = 0.012.
+        ((1.1, 10.9, 21.1, 30.9, 41.1), (0.0, 10.0, 20.0, 30.0, 40.0), 1.02, T_4 * math.sqrt(0.012 / 5), ""),
+        # Differences 1 and 3: std √2, standard error 1.
+        ((2.0, 5.0), (1.0, 2.0), 2.0, T_1, "2 seeds: no comparison"),
+    ],
+)
+def test_paired_differences(values, baseline, mean, reach, note):
+    found = paired_difference(dict(enumerate(values)), dict(enumerate(baseline)))
+    assert (found.n, found.note) == (len(values), note)
+    assert found.mean == pytest.approx(mean)
+    assert (found.low, found.high) == (pytest.approx(mean - reach, abs=1e-3), pytest.approx(mean + reach, abs=1e-3))
 
 
-def test_paired_difference_of_five_seeds_is_narrow_though_seeds_differ_much():
-    baseline = {seed: 10.0 * seed for seed in range(5)}
-    found = paired_difference({seed: value + 1 + 0.1 * (-1) ** seed for seed, value in baseline.items()}, baseline)
-    # Differences 1.1, 0.9, 1.1, 0.9, 1.1: mean 1.02, squares (3 · 0.08² + 2 · 0.12²) / 4 = 0.012.
-    reach = T_4 * math.sqrt(0.012 / 5)
-    assert found.mean == pytest.approx(1.02)
-    assert (found.low, found.high) == (pytest.approx(1.02 - reach, abs=1e-5), pytest.approx(1.02 + reach, abs=1e-5))
-    # Without pairing, seeds of std 15.8 would hide it.
-    assert found.low > 0
-
-
-def test_two_seeds_say_that_they_are_no_comparison():
-    found = paired_difference({0: 2.0, 1: 5.0}, {0: 1.0, 1: 2.0})
-    # Differences 1 and 3: mean 2, std √2, standard error 1.
-    assert found.note == "2 seeds: no comparison"
-    assert (found.low, found.high) == (pytest.approx(2 - T_1, abs=1e-4), pytest.approx(2 + T_1, abs=1e-4))
-
-
-def test_one_seed_has_no_interval():
+def test_few_common_seeds():
     found = paired_difference({3: 2.0, 4: 9.0}, {3: 1.5})
     assert (found.n, found.mean, found.low, found.high) == (1, 0.5, None, None)
     assert found.note == "one seed: no interval"
-
-
-def test_without_a_common_seed_there_is_no_difference():
     assert paired_difference({0: 1.0}, {1: 1.0}) is None
-    assert paired_difference({}, {}) is None
 
 
-@pytest.fixture
-def sweep(tmp_path, monkeypatch):
-    """A sweep whose outcomes are written by hand: three seeds of each variant."""
-    install(monkeypatch)
-    write_plan(tmp_path, make_plan("mini", mini_config(tmp_path, seeds=(0, 1, 2))))
-    for name, values in {"fixed": (10.0, 12.0, 14.0), "noisy": (13.0, 13.0, 19.0)}.items():
-        for seed, value in enumerate(values):
-            metrics = {ACCURACY: value, "health/A_norm": 2 * value}
-            write_outcome(run_folder(tmp_path, name, seed), Outcome(metrics=metrics))
-    return tmp_path
+def test_numbers_that_are_not_finite_are_left_out():
+    broken = {**VALUES, "noisy": {**VALUES["noisy"], 2: {"top1": 19.0, "health/A_norm": math.nan}}}
+    row = compare(broken, "fixed")["noisy"]
+    assert (row["top1"].over_seeds.n, row["health/A_norm"].over_seeds.n) == (3, 2)
 
 
-def test_summary_of_a_folder(sweep):
-    found = as_json(summarise(sweep))
-    assert list(found["variants"]) == ["fixed", "noisy"]
-    assert found["variants"]["noisy"]["overrides"] == dict(VARIANTS[1].overrides)
-    fixed, noisy = (found["variants"][name]["scores"][ACCURACY] for name in ("fixed", "noisy"))
-    assert fixed == {
+def test_another_baseline_turns_the_differences_round():
+    found = compare(VALUES, "noisy")
+    assert found["noisy"]["top1"].difference is None
+    assert found["fixed"]["top1"].difference.mean == -3.0
+
+
+@pytest.mark.usefixtures("mini")
+def test_files_and_tables_hold_the_same_numbers(console):
+    failed = {"noisy/seed-3": "The loss is not finite."}
+    summary = Summary(make_plan("mini", mini_config()), compare(VALUES, "fixed"), failed, ["fixed/seed-4"])
+    write_summary(Path("out"), summary)
+    stored = json.loads(Path("out/summary.json").read_text())
+    assert stored == json.loads(json.dumps(as_json(summary)))
+    assert stored["variants"]["noisy"]["overrides"] == {"positions.kind": "stochastic", "positions.sigma": 1.0}
+    assert stored["variants"]["fixed"]["scores"]["top1"] == {
         "n": 3,
         "mean": 12.0,
         "std": 2.0,
         "by_seed": {"0": 10.0, "1": 12.0, "2": 14.0},
         "difference": None,
     }
-    assert noisy["mean"] == 15.0
-    assert noisy["std"] == pytest.approx(math.sqrt(12))
-    assert noisy["difference"]["mean"] == 3.0
-    assert noisy["difference"]["low"] == pytest.approx(-1.96833, abs=1e-4)
-    assert noisy["difference"]["high"] == pytest.approx(7.96833, abs=1e-4)
-    assert (found["failed"], found["unfinished"], found["note"]) == ([], [], "")
-
-
-def test_another_baseline_turns_the_differences_round(sweep):
-    found = summarise(sweep, baseline="noisy")
-    assert found.scores["noisy"][ACCURACY].difference is None
-    assert found.scores["fixed"][ACCURACY].difference.mean == -3.0
-    with pytest.raises(InputError, match=r"There is no variant 'loud' in .*: choose one of fixed, noisy"):
-        summarise(sweep, baseline="loud")
-
-
-def test_failed_runs_are_named_and_their_seeds_not_paired(sweep):
-    write_outcome(run_folder(sweep, "noisy", 1), Outcome(error="The loss was not finite: lower optim.lr."))
-    found = summarise(sweep)
-    assert found.failed == {("noisy", 1): "The loss was not finite: lower optim.lr."}
-    apart = found.scores["noisy"][ACCURACY].difference
-    # Differences 3 and 5 remain.
-    assert (apart.n, apart.mean) == (2, 4.0)
-    assert found.scores["fixed"][ACCURACY].over_seeds.n == 3
-    console = silent()
-    show_summary(found, console)
-    assert "noisy seed 1 failed: The loss was not finite: lower optim.lr." in printed(console)
-    assert "this is no comparison, give at least 3 seeds" in printed(console)
-
-
-def test_unfinished_runs_are_named(sweep):
-    run_folder(sweep, "noisy", 7).mkdir()
-    found = summarise(sweep, asked=[("fixed", 0), ("fixed", 9)])
-    assert found.unfinished == [("fixed", 9), ("noisy", 7)]
-
-
-def test_numbers_that_are_none_are_left_out(sweep):
-    write_outcome(run_folder(sweep, "noisy", 2), Outcome(metrics={ACCURACY: 19.0, "health/A_norm": math.nan}))
-    row = summarise(sweep).scores["noisy"]
-    assert row[ACCURACY].over_seeds.n == 3
-    assert row["health/A_norm"].over_seeds.n == 2
-
-
-def test_files_and_tables_hold_the_same_numbers(sweep):
-    summary, console = summarise(sweep), silent()
-    write_summary(sweep, summary)
-    assert json.loads((sweep / "summary.json").read_text()) == json.loads(json.dumps(as_json(summary)))
-    with (sweep / "summary.csv").open() as stream:
+    with Path("out/summary.csv").open() as stream:
         rows = {(row["variant"], row["score"]): row for row in csv.DictReader(stream)}
-    assert float(rows["noisy", ACCURACY]["difference"]) == 3.0
-    assert float(rows["noisy", ACCURACY]["high"]) == pytest.approx(7.96833, abs=1e-4)
-    assert rows["fixed", ACCURACY]["difference"] == ""
-    assert float(rows["fixed", "health/A_norm"]["mean"]) == 24.0
+    assert float(rows["noisy", "top1"]["difference"]) == 3.0
+    assert float(rows["noisy", "top1"]["high"]) == pytest.approx(7.96833, abs=1e-4)
+    assert rows["fixed", "top1"]["difference"] == ""
     show_summary(summary, console)
-    text = printed(console)
-    assert "15.00 ± 3.46" in text
-    assert "+3.00 [-1.97, +7.97]" in text
-    assert "|A|" in text
+    text = console.file.getvalue()
+    words = ("15.00 ± 3.46", "+3.00 [-1.97, +7.97]", "|A|", "noisy/seed-3 failed: The loss is", "fixed/seed-4 is not")
+    assert all(one in text for one in words)
     assert "no comparison" not in text
 
 
-def test_a_folder_without_a_sweep(tmp_path):
-    with pytest.raises(InputError, match=r"holds no sweep \(no sweep.json\)"):
-        summarise(tmp_path)
+@pytest.mark.usefixtures("mini")
+def test_a_directory_without_finished_runs_has_an_empty_summary(console):
+    config = mini_config()
+    plan = make_plan("mini", config)
+    found = summarise(plan, list(plan.jobs(config)), {"noisy/seed-1": "It failed."})
+    assert found.scores == {"fixed": {}, "noisy": {}}
+    assert found.unfinished == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-1"]
+    show_summary(found, console)

@@ -1,0 +1,231 @@
+"""L2-regularised logistic regression on frozen features: all penalties, or many small sets, are fitted at once.
+
+Features that do not fit into the device's memory are read again, chunk by chunk, in every step of the search.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from stop_mim.evaluation.features import Chunks
+from stop_mim.evaluation.minimiser import minimise
+from stop_mim.seeds import seeded_generator
+
+# Penalties per image; scikit-learn's C is 1 / (penalty · images).
+PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+HELD_OUT_FRACTION, MAX_HELD_OUT = 0.2, 50_000
+STEPS, HISTORY = 200, 10
+# Bounds memory; changes no result.
+LOGITS_AT_A_TIME = 2**27
+
+FitProgress = Callable[[int, int], None]
+
+
+def top_accuracy(scores: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], k: int) -> float:
+    """Return the fraction of the images whose class is among the k that score highest."""
+    return (scores.topk(k, dim=1).indices == labels[:, None]).any(1).double().mean().item()
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """A linear classifier of features that are standardised by the statistics of the training set."""
+
+    mean: Float[Tensor, " dim"]
+    std: Float[Tensor, " dim"]
+    weight: Float[Tensor, "classes dim"]
+    bias: Float[Tensor, " classes"]
+
+    def logits(self, features: Float[Tensor, "n dim"]) -> Float[Tensor, "n classes"]:
+        """Return the scores of the classes."""
+        return F.linear((features.to(self.mean) - self.mean) / self.std, self.weight, self.bias)
+
+    def accuracy(self, features: Float[Tensor, "n dim"], labels: Int[Tensor, " n"]) -> float:
+        """Return the fraction of the images whose class has the highest score."""
+        return top_accuracy(self.logits(features), labels, 1)
+
+
+class TrainingFeatures:
+    """Features and labels to fit probes to: centred, and standardised or scaled as a whole.
+
+    The search is preconditioned: it runs along the principal components, each scaled so that the loss is about equally
+    curved along all of them. The optimum is the same, and is found in tens of steps instead of hundreds.
+    """
+
+    def __init__(
+        self, chunks: Chunks, labels: Int[Tensor, " n"], classes: int, device: torch.device, standardise: bool = True
+    ) -> None:
+        self.classes, self.device, self.count, self.chunks = classes, device, len(labels), chunks
+        self.mean, self.std = _statistics(chunks, device)
+        if not standardise:
+            self.std = self.std.square().mean().sqrt().expand_as(self.std).clone()
+        self.std = self.std.clamp(min=1e-6)
+        self.labels = labels.to(device).split([len(chunk) for chunk in chunks])
+        only = self._inputs(chunks[0]) if len(chunks) == 1 else None
+        self.curvatures, self.components = self._principal_components(only)
+        self.projected = None if only is None else only @ self.components
+
+    def _inputs(self, chunk: Tensor) -> Float[Tensor, "chunk dim"]:
+        return (chunk.to(self.device, non_blocking=True).float() - self.mean) / self.std
+
+    def _principal_components(self, only: Tensor | None) -> tuple[Float[Tensor, " k"], Float[Tensor, "dim k"]]:
+        """Return variances and directions, without directions of no variance, along which the optimum is zero."""
+        if only is not None and only.shape[0] < only.shape[1]:
+            # The smaller of the two Gram matrices has the same spectrum.
+            variances, left = torch.linalg.eigh(only.double() @ only.double().T / self.count)
+            directions = F.normalize(only.double().T @ left, dim=0)
+        else:
+            inputs = (only,) if only is not None else map(self._inputs, self.chunks)
+            moments = sum((part.double().T @ part.double() for part in inputs), torch.zeros(1, device=self.device))
+            variances, directions = torch.linalg.eigh(moments / self.count)
+        kept = variances > 1e-9 * variances[-1].clamp(min=1e-30)
+        kept[-1] = True
+        return variances[kept].float(), directions[:, kept].float()
+
+    def _batches(self, rows: int) -> Iterator[tuple[Float[Tensor, "rows k"], Int[Tensor, " rows"]]]:
+        chunks = self.chunks if self.projected is None else (self.projected,)
+        for chunk, labels in zip(chunks, self.labels, strict=True):
+            for part, part_labels in zip(chunk.split(rows), labels.split(rows), strict=True):
+                yield part if self.projected is not None else self._inputs(part) @ self.components, part_labels
+
+    @torch.no_grad()
+    def fit(self, penalties: Sequence[float], progress: FitProgress | None = None) -> list[LinearProbe]:
+        """Return, for each penalty, the probe that minimises cross-entropy + penalty · ‖weight‖² / 2."""
+        problems, classes, k = len(penalties), self.classes, len(self.curvatures)
+        strengths = torch.tensor(penalties, device=self.device)[:, None].expand(-1, k)
+        # The bias is one more component, with variance 1 and no penalty.
+        strengths = F.pad(strengths, (0, 1))[:, None]
+        evenly = 1 / classes * (1 - 1 / classes)
+        stretch = (evenly * F.pad(self.curvatures, (0, 1), value=1.0) + strengths).rsqrt()
+        rows = max(1, LOGITS_AT_A_TIME // (problems * classes))
+
+        def objective(points: Tensor) -> tuple[Tensor, Tensor]:
+            weights = points.view(problems, classes, k + 1) * stretch
+            values = 0.5 * (strengths * weights.square()).sum((1, 2))
+            gradients = strengths * weights
+            flat, biases = weights[..., :k].reshape(-1, k), weights[..., k].reshape(-1)
+            for inputs, labels in self._batches(rows):
+                logits = torch.addmm(biases, inputs, flat.T).view(len(inputs), problems, classes)
+                index = labels[:, None, None].expand(-1, problems, 1)
+                logs = logits.log_softmax(2)
+                values = values - logs.gather(2, index).sum((0, 2)) / self.count
+                slopes = logs.exp_().scatter_add_(2, index, logs.new_full(index.shape, -1.0)).flatten(1) / self.count
+                along = torch.cat([slopes.T @ inputs, slopes.sum(0)[:, None]], 1)
+                gradients = gradients + along.view(problems, classes, k + 1)
+            return values, (gradients * stretch).flatten(1)
+
+        start = torch.zeros(problems, classes * (k + 1), device=self.device)
+        found = minimise(objective, start, STEPS, HISTORY, progress).view(problems, classes, k + 1) * stretch
+        return [self.probe(one) for one in found]
+
+    def probe(self, weights: Float[Tensor, "classes k_and_more"]) -> LinearProbe:
+        """Return the probe of weights along the principal components, with the biases in the last column."""
+        k = len(self.curvatures)
+        return LinearProbe(self.mean, self.std, weights[:, :k] @ self.components.T, weights[:, -1])
+
+
+def fit_together(
+    trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]]
+) -> list[list[LinearProbe]]:
+    """Return what `fit` finds for each of several small sets and its penalties, of which all have equally many.
+
+    On a GPU, small sets are fitted in one search: each step of a small search waits for the interpreter, and many in one
+    wait no longer than a single one. On the CPU each set is fitted on its own.
+    """
+    if trainings[0].device.type == "cpu" or any(training.projected is None for training in trainings):
+        return [training.fit(own) for training, own in zip(trainings, penalties, strict=True)]
+    widest = max(len(training.curvatures) for training in trainings)
+    most_rows, classes, problems = max(one.count for one in trainings), trainings[0].classes, len(penalties[0])
+    # The search keeps two points for each step of its history.
+    numbers = problems * classes * (most_rows + 2 * HISTORY * (widest + 1))
+    at_once = max(1, LOGITS_AT_A_TIME // numbers)
+    found: list[list[LinearProbe]] = []
+    for start in range(0, len(trainings), at_once):
+        part = slice(start, start + at_once)
+        found += fit_stacked(trainings[part], penalties[part])
+    return found
+
+
+@torch.no_grad()
+def fit_stacked(trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]]) -> list[list[LinearProbe]]:
+    """Fit sets that are in memory in one search."""
+    sets, problems, classes = len(trainings), len(penalties[0]), trainings[0].classes
+    k, device = max(len(one.curvatures) for one in trainings), trainings[0].device
+    projected = [one.projected for one in trainings if one.projected is not None]
+    inputs = pad_sequence([F.pad(one, (0, k - one.shape[1])) for one in projected], batch_first=True)
+    labels = pad_sequence([torch.cat(one.labels) for one in trainings], batch_first=True)
+    # Rows of padding have weight zero, and components of padding stay at zero.
+    shares = pad_sequence([inputs.new_full((one.count,), 1 / one.count) for one in trainings], batch_first=True)
+    curvatures = pad_sequence([one.curvatures for one in trainings], batch_first=True, padding_value=1.0)
+    strengths = torch.tensor(penalties, device=device)[..., None].expand(-1, -1, k)
+    strengths = F.pad(strengths, (0, 1))[:, :, None]
+    evenly = 1 / classes * (1 - 1 / classes)
+    stretch = (evenly * F.pad(curvatures, (0, 1), value=1.0)[:, None, None] + strengths).rsqrt()
+    index = labels[..., None, None].expand(-1, -1, problems, 1)
+    weighed = shares[..., None, None]
+
+    def objective(points: Tensor) -> tuple[Tensor, Tensor]:
+        weights = points.view(sets, problems, classes, k + 1) * stretch
+        flat, biases = weights[..., :k].flatten(1, 2), weights[..., k].flatten(1)
+        logits = torch.baddbmm(biases[:, None], inputs, flat.transpose(1, 2)).view(sets, -1, problems, classes)
+        logs = logits.log_softmax(3)
+        values = 0.5 * (strengths * weights.square()).sum((2, 3)) - (logs.gather(3, index) * weighed).sum((1, 3))
+        slopes = logs.exp_().scatter_add_(3, index, logs.new_full(index.shape, -1.0)).mul_(weighed).flatten(2)
+        along = torch.cat([slopes.transpose(1, 2) @ inputs, slopes.sum(1)[..., None]], 2)
+        gradients = strengths * weights + along.view_as(weights)
+        return values.flatten(), (gradients * stretch).view_as(points)
+
+    start = torch.zeros(sets * problems, classes * (k + 1), device=device)
+    found = minimise(objective, start, STEPS, HISTORY).view(sets, problems, classes, k + 1) * stretch
+    return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
+
+
+def _statistics(chunks: Chunks, device: torch.device) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:
+    count = sum(len(chunk) for chunk in chunks)
+    mean = sum((chunk.to(device).double().sum(0) for chunk in chunks), torch.zeros(1, device=device)) / count
+    squares = sum(
+        ((chunk.to(device).double() - mean).square().sum(0) for chunk in chunks), torch.zeros(1, device=device)
+    )
+    return mean.float(), (squares / count).sqrt().float()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A penalty, and the accuracy on held-out training images that it was chosen by."""
+
+    penalty: float
+    held_out: float
+
+
+def held_out(count: int, seed: int = 0) -> Bool[Tensor, " n"]:
+    """Return which of `count` training images are held out to choose by."""
+    order = torch.randperm(count, generator=seeded_generator("cpu", seed, "held out"))
+    held = torch.zeros(count, dtype=torch.bool)
+    held[order[: max(1, min(MAX_HELD_OUT, int(count * HELD_OUT_FRACTION)))]] = True
+    return held
+
+
+def choose_penalty(
+    chunks: Chunks,
+    labels: Int[Tensor, " n"],
+    classes: int,
+    device: torch.device,
+    standardise: bool = True,
+    seed: int = 0,
+    progress: FitProgress | None = None,
+) -> Chosen:
+    """Return the penalty with the best accuracy on a held-out part of the images; of equals, the strongest."""
+    held = held_out(len(labels), seed)
+    labels = labels.cpu()
+    parts = held.split([len(chunk) for chunk in chunks])
+    used = [chunk[~part.to(chunk.device)] for chunk, part in zip(chunks, parts, strict=True)]
+    training = TrainingFeatures(used, labels[~held], classes, device, standardise)
+    kept = torch.cat([chunk[part.to(chunk.device)].to(device) for chunk, part in zip(chunks, parts, strict=True)])
+    probes = training.fit(PENALTIES, progress)
+    accuracies = [probe.accuracy(kept.float(), labels[held].to(device)) for probe in probes]
+    best = max(range(len(PENALTIES)), key=lambda place: accuracies[place])
+    return Chosen(PENALTIES[best], accuracies[best])

@@ -1,0 +1,160 @@
+"""What is evaluated: one encoder with its cached features, or masks that somebody else made."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stop_mim.data.decoded import DecodedSource
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.loader import Progress, common_size, resident_budget
+from stop_mim.errors import InputError
+from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.evaluation.data import TaskData
+from stop_mim.evaluation.features import (
+    IMAGES_AT_A_TIME,
+    Chunks,
+    Features,
+    LabelledFeatures,
+    View,
+    centre_view,
+    encoder_fingerprint,
+    extract_features,
+    features_folder,
+)
+from stop_mim.evaluation.protocols import Protocol, choose_protocol
+from stop_mim.exchange.loading import HUB, TIMM, is_checkpoint, load_encoder, split_part
+from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.seeds import derive_seed
+from stop_mim.training.build import build_encoder
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.inputs import workers_for
+from stop_mim.training.run_folder import RunFolder
+
+UNTRAINED = "untrained:"
+MASKS = "masks:"
+
+
+@dataclass(frozen=True)
+class GivenMasks:
+    """Masks of videos that are scored as they are."""
+
+    name: str
+    folder: Path
+    ranks: Ranks
+    run: None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a result records of them: nothing."""
+        return {}
+
+
+class Subject:
+    """One encoder, with its protocol for each data set and its features, which are extracted once.
+
+    Args:
+        name: what the encoder is called on the command line.
+        encoder: its images are of `encoder.image_size`.
+        run: the run directory that it comes from, if any.
+        layers: features are of at most so many last layers.
+        bar: returns a progress bar for a description.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        encoder: FrozenEncoder,
+        run: Path | None,
+        config: EvaluateConfig,
+        layers: int,
+        ranks: Ranks,
+        bar: Callable[[str], Progress],
+    ) -> None:
+        self.name, self.encoder, self.run, self.config, self.ranks = name, encoder.eval(), run, config, ranks
+        self.layers = min(layers, encoder.depth)
+        # On the CPU: from a GPU every tensor would be copied on its own.
+        self.fingerprint = encoder_fingerprint(encoder)
+        self.place: str | None = None
+        """The name of its own folder for files, where several encoders are evaluated."""
+        self._bar = bar
+        self._features: dict[tuple[int, View], Features] = {}
+        self._protocols: dict[tuple[int, str], Protocol] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a result records of the encoder."""
+        return {"encoder_fingerprint": self.fingerprint, "image_size": list(self.encoder.image_size)}
+
+    def protocol(self, data: TaskData) -> Protocol:
+        """Return the protocol of the data, or the one that the user chose."""
+        source = data.train.source
+        key = id(source), data.label
+        if key not in self._protocols:
+            self._protocols[key] = choose_protocol(self.config.protocol, source, data.label, self.encoder.image_size)
+        return self._protocols[key]
+
+    def features(self, labelled: LabelledSet, data: TaskData) -> LabelledFeatures:
+        """Return features and classes of the readable images of a part of the data."""
+        view = centre_view(self.protocol(data).test_view, self.encoder.image_size)
+        key = id(labelled.source), view
+        if key not in self._features:
+            self._features[key] = self._extract(labelled.source, view)
+        features = self._features[key].of_images(labelled.indices)
+        return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
+
+    def chunks(self, features: Features) -> Chunks:
+        """Return features on the device if they fit into its memory, else as they are on disk."""
+        fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
+        return [features.on(self.ranks.device)] if fits else list(features.chunks)
+
+    def _extract(self, source: ImageSource, view: View) -> Features:
+        speed, device, size = self.config.speed, self.ranks.device, common_size(source)
+        workers = workers_for(speed, self.ranks)
+        decoded = source if size is None else DecodedSource(source, size, workers, self._bar(f"decoding {source.name}"))
+        return extract_features(
+            self.encoder.to(device),
+            decoded,
+            view,
+            self.layers,
+            self.ranks,
+            features_folder(self.fingerprint, source, view, self.layers, device),
+            speed.batch_size_per_device or IMAGES_AT_A_TIME,
+            workers,
+            self._bar(f"{self.name} features of {source.name}"),
+        )
+
+
+def open_encoder(name: str) -> tuple[FrozenEncoder, Path | None]:
+    """Return the encoder of a name, and the run directory that it comes from; a running run gives its newest one."""
+    if name.startswith(UNTRAINED):
+        return _untrained(name.removeprefix(UNTRAINED)), None
+    encoder = load_encoder(name)
+    return encoder, None if name.startswith((TIMM, HUB)) else _run_of(split_part(name)[0])
+
+
+def _run_of(path: Path) -> Path | None:
+    folder = path if path.is_dir() else path.parent.parent if is_checkpoint(path) else path.parent
+    return folder if RunFolder(folder).environment_file.exists() else None
+
+
+def _untrained(name: str) -> FrozenEncoder:
+    if name.startswith((TIMM, HUB)):
+        torch.manual_seed(0)
+        return load_encoder(name, pretrained=False)
+    config = RunFolder(Path(name).expanduser()).config()
+    torch.manual_seed(derive_seed(config.seed, "weights"))
+    return build_encoder(config.encoder)
+
+
+def set_image_size(encoder: FrozenEncoder, size: int, name: str) -> None:
+    """Let the encoder be shown square images of that size."""
+    height, width = encoder.patch_size
+    if size % height or size % width:
+        raise InputError(
+            f"image_size is {size}: '{name}' has patches of {height}x{width} pixels; give a multiple of them, such as "
+            f"{max(height, round(size / height) * height)}."
+        )
+    encoder.image_size = (size, size)

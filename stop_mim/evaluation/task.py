@@ -1,0 +1,77 @@
+"""Tasks: what an encoder is scored on. A task is one class in one file, registered by name; see `Task`."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from stop_mim.data.loader import Progress
+from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.evaluation.features import LabelledFeatures
+from stop_mim.evaluation.results import Score
+from stop_mim.registry import Registry
+
+TASKS: Registry[type["Task"]] = Registry("task", "stop_mim.evaluation.tasks")
+
+
+class Task:
+    """One task with one encoder and one labelling of the data.
+
+    A subclass defines `help`, `run` and, where it has options, `Options`: a dataclass whose fields become --NAME.FIELD.
+    `subject` is a `Subject` (or `GivenMasks`), `data` a `TaskData` (or `VideoData`). All instances of an evaluation are
+    made and checked before the first one runs.
+    """
+
+    help: ClassVar[str]
+    """One line for the command line."""
+    Options: ClassVar[type | None] = None
+    needs: ClassVar[Literal["images", "videos"]] = "images"
+    labels: ClassVar[tuple[str, ...]] = ()
+    """The labels that the task is about; empty: any."""
+    in_all: ClassVar[bool] = True
+    """Whether --task all includes it."""
+    trains: ClassVar[bool] = False
+    """Whether it trains on images; --task all runs these tasks last."""
+
+    def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: Progress) -> None:
+        self.name, self.config, self.subject, self.data, self.progress = name, config, subject, data, progress
+        self.options: Any = options_of(config, name) if self.Options is not None else None
+        self.details: dict[str, Any] = {}
+        """Results that are not scores; `run` may add some."""
+
+    def check(self) -> None:
+        """Raise InputError if the task cannot be done with this encoder and these data."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the protocol's name and all settings that the scores depend on, as plain values."""
+        protocol = self.subject.protocol(self.data)
+        return {"name": protocol.name, "test_view": protocol.test_view, **plain(self.options)}
+
+    def run(self) -> Iterator[Score]:
+        """Yield the scores; called in all processes, and the scores of the main one count."""
+        raise NotImplementedError
+
+
+class FeatureTask(Task):
+    """A task on frozen features: all processes extract them, and the main process runs `scores`."""
+
+    def run(self) -> Iterator[Score]:
+        """Yield the scores of the features."""
+        train, test = (self.subject.features(part, self.data) for part in (self.data.train, self.data.test))
+        if self.subject.ranks.is_main:
+            yield from self.scores(train, test)
+
+    def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
+        """Yield the scores; nothing may be chosen by the test features."""
+        raise NotImplementedError
+
+
+def options_of(config: EvaluateConfig, name: str) -> Any:
+    """Return the options of a task."""
+    return getattr(config, name.replace("-", "_"))
+
+
+def plain(options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass for JSON; none for None."""
+    values = {} if options is None else asdict(options)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

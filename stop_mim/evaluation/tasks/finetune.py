@@ -1,0 +1,366 @@
+"""End-to-end fine-tuning: a copy of the encoder and a linear head, trained together on labelled images.
+
+The test set is scored once, at the end: nothing is chosen by it.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from timm.data.mixup import Mixup, mixup_target
+from timm.data.random_erasing import RandomErasing
+from timm.layers import DropPath, calculate_drop_path_rates
+from timm.optim import param_groups_layer_decay
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stop_mim.constraints import (
+    ABOVE_ZERO,
+    AT_LEAST_ZERO,
+    FRACTION,
+    FRACTION_BELOW_ONE,
+    Checked,
+    Each,
+    Interval,
+    Number,
+)
+from stop_mim.data.augment import AugmentConfig
+from stop_mim.data.labelled import LabelledBatches, LabelledSet
+from stop_mim.errors import InputError
+from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
+from stop_mim.evaluation.results import Scalar, Score, accuracy
+from stop_mim.evaluation.task import TASKS, options_of, plain
+from stop_mim.evaluation.tasks.low_shot import check_draws, label_draws
+from stop_mim.models.encoder import Encoder
+from stop_mim.seeds import derive_seed, seeded_generator
+from stop_mim.training.acceleration import autocast_for
+from stop_mim.training.checkpoint import Checkpoint
+from stop_mim.training.distributed import reduce_mean, share
+from stop_mim.training.loop import TrainingDiverged
+from stop_mim.training.schedules import warmup_cosine
+
+HEAD_STD = 2e-5
+# Parts of timm's models after the normed patch tokens, which a prediction does not depend on.
+UNUSED_PARTS = ("fc_norm", "attn_pool", "head", "head_dist")
+
+
+@dataclass(frozen=True)
+class FinetuneOptions(Checked, group="finetune"):
+    """Fine-tuning with all labels; the defaults are usual for ViT-B on ImageNet-1k, without RandAugment."""
+
+    epochs: Annotated[int, ABOVE_ZERO] = 100
+    """Passes over the training images."""
+    batch_size: Annotated[int, ABOVE_ZERO] = 1024
+    """Images per update, over all devices and accumulated batches."""
+    lr: Annotated[float, ABOVE_ZERO] = 5e-4
+    """Peak learning rate of the head for a batch of 256 images, scaled linearly with the batch."""
+    lowest_lr: Annotated[float, AT_LEAST_ZERO] = 1e-6
+    """Learning rate of the head at the first and at the last step."""
+    warmup_epochs: Annotated[float, AT_LEAST_ZERO] = 5.0
+    """Epochs from the start to the peak of the learning rate."""
+    layer_decay: Annotated[float, Number("give a number above 0, at most 1", above=0, at_most=1)] = 0.65
+    """Factor of the learning rate from one layer to the one below it."""
+    weight_decay: Annotated[float, AT_LEAST_ZERO] = 0.05
+    """Weight decay of AdamW; biases, norms, positions and class tokens have none."""
+    betas: Annotated[tuple[float, float], Each(FRACTION_BELOW_ONE)] = (0.9, 0.999)
+    """Betas of AdamW."""
+    drop_path: Annotated[float, FRACTION_BELOW_ONE] = 0.1
+    """Probability of dropping a residual branch in the last layer; earlier layers have less."""
+    mixup: Annotated[float, AT_LEAST_ZERO] = 0.8
+    """Alpha of mixup, which blends pairs of images; 0: none."""
+    cutmix: Annotated[float, AT_LEAST_ZERO] = 1.0
+    """Alpha of cutmix, which pastes a box of one image into another; 0: none. With both, each batch has one of them."""
+    label_smoothing: Annotated[float, FRACTION_BELOW_ONE] = 0.1
+    """Fraction of the target that is spread over all classes."""
+    erasing_probability: Annotated[float, FRACTION] = 0.25
+    """Probability that a box of an image is replaced by noise."""
+    crop_scale: Annotated[tuple[float, float], Interval(at_most=1.0)] = (0.08, 1.0)
+    """Smallest and largest area of a random crop, as a fraction of the image."""
+    flip_probability: Annotated[float, FRACTION] = 0.5
+    """Probability of mirroring a training image left to right."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        remedy = f"give at most the {self.epochs} epochs"
+        self.require("warmup_epochs", self.warmup_epochs <= self.epochs, remedy)
+
+
+@dataclass(frozen=True)
+class LowShotFinetuneOptions(FinetuneOptions, group="finetune_low_shot"):
+    """Fine-tuning with few labels, such as 1% of ImageNet: more epochs, a lower learning rate and no mixed images."""
+
+    epochs: Annotated[int, ABOVE_ZERO] = 200
+    batch_size: Annotated[int, ABOVE_ZERO] = 256
+    lr: Annotated[float, ABOVE_ZERO] = 1e-4
+    warmup_epochs: Annotated[float, AT_LEAST_ZERO] = 10.0
+    drop_path: Annotated[float, FRACTION_BELOW_ONE] = 0.2
+    mixup: Annotated[float, AT_LEAST_ZERO] = 0.0
+    cutmix: Annotated[float, AT_LEAST_ZERO] = 0.0
+    erasing_probability: Annotated[float, FRACTION] = 0.0
+    crop_scale: Annotated[tuple[float, float], Interval(at_most=1.0)] = (0.3, 1.0)
+
+
+@TASKS.register("finetune")
+class Finetune(TrainingTask):
+    """Fine-tuning with all labels."""
+
+    help = "end-to-end fine-tuning with layer-wise learning-rate decay"
+    Options = FinetuneOptions
+    options: FinetuneOptions
+
+    def check(self) -> None:
+        """Refuse encoders that cannot be trained, and other sizes of images than the encoder's own."""
+        encoder = self.subject.encoder
+        if not isinstance(encoder, Encoder):
+            raise InputError(
+                f"'{self.subject.name}' is a {type(encoder).__name__}: only timm's Vision Transformers can be fine-tuned; "
+                "use linear-sgd."
+            )
+        own = tuple(rows * side for rows, side in zip(encoder.grid, encoder.patch_size, strict=True))
+        if encoder.image_size != own:
+            raise InputError(
+                f"image_size is {encoder.image_size[0]}: fine-tuning runs at the encoder's own size, {own[0]}; leave "
+                "image_size out."
+            )
+
+    def variant(self) -> dict[str, Scalar]:
+        """Return the coordinates of the scores."""
+        return {}
+
+    def augmentation(self) -> AugmentConfig:
+        """Return the augmentation of the options."""
+        return AugmentConfig(crop_scale=self.options.crop_scale, flip_probability=self.options.flip_probability)
+
+    def training(self) -> "FinetuneTraining":
+        """Return the training of a copy of the encoder."""
+        return FinetuneTraining(self.subject.encoder, self.train_set(), self.options, self.conditions())
+
+    def results(self, training: LabelledTraining) -> Iterator[Score]:
+        """Yield the test accuracies and the training loss of the last epoch."""
+        assert isinstance(training, FinetuneTraining)
+        for top, value in zip(TOP, training.score(self.data.test)[0].tolist(), strict=True):
+            yield accuracy(top, value, len(self.data.test), variant=self.variant(), headline=True)
+        yield Score("train_loss", training.train_loss, variant=self.variant(), unit="")
+
+
+@TASKS.register("finetune-low-shot")
+class FinetuneLowShot(Finetune):
+    """Fine-tuning with the first amount, or the list, of the options of low-shot."""
+
+    help = "fine-tuning with the first amount, or the list, of low-shot"
+    Options = LowShotFinetuneOptions
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.few = options_of(self.config, "low-shot")
+
+    def check(self) -> None:
+        """Refuse amounts or a list that do not fit the data, too."""
+        super().check()
+        check_draws(self.few, self.data, self.config.seed)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of fine-tuning, and which labels are used."""
+        list_file = plain(self.few)["list_file"]
+        return {**super().settings(), "amount": self.few.amounts[0], "list_file": list_file}
+
+    def train_set(self) -> LabelledSet:
+        """Return the few labelled images."""
+        train = self.data.train
+        (first, *_), *_ = label_draws(self.few, train, self.config.seed).values()
+        return LabelledSet(train.source, train.labels, first)
+
+    def variant(self) -> dict[str, Scalar]:
+        """Return the amount of labels."""
+        return {"amount": self.few.amounts[0] if self.few.list_file is None else "list"}
+
+
+class Classifier(nn.Module):
+    """An encoder and a linear head on its average-pooled normed patch tokens."""
+
+    def __init__(self, encoder: Encoder, classes: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.encoder = encoder
+        # Without torch's initialisation, which would advance the global generator.
+        self.head = nn.utils.skip_init(nn.Linear, encoder.dim, classes)
+        # Almost zero: the first updates change the head alone, before they reach into the encoder.
+        nn.init.trunc_normal_(self.head.weight, std=HEAD_STD, a=-2 * HEAD_STD, b=2 * HEAD_STD, generator=generator)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch classes"]:
+        """Return the class scores."""
+        return self.head(self.encoder.embed(images))
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return, for timm, the layers: patches and positions, the blocks (the last with the norm), the head."""
+        stem = r"^encoder\.vit\.(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)"
+        return {"stem": stem, "blocks": [(r"^encoder\.vit\.blocks\.(\d+)", None), (r"^encoder\.vit\.norm", (99999,))]}
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the weights, besides vectors, that do not decay."""
+        return {f"encoder.vit.{name}" for name in self.encoder.vit.no_weight_decay()}
+
+
+def with_drop_path(encoder: Encoder, rate: float) -> Encoder:
+    """Return a copy whose residual branches are dropped at random in training, later ones more often."""
+    twin = copy.deepcopy(encoder)
+    rates = calculate_drop_path_rates(rate, len(twin.vit.blocks))
+    for block, block_rate in zip(twin.vit.blocks, rates, strict=True):
+        # Blocks of some models have their branches in submodules.
+        for owner in list(block.modules()):
+            for name in [name for name, _ in owner.named_children() if name.startswith("drop_path")]:
+                setattr(owner, name, DropPath(block_rate) if block_rate else nn.Identity())
+    return twin
+
+
+def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
+    """Return a copy in which everything is trained that a prediction depends on, except fixed positions."""
+    twin = with_drop_path(encoder, drop_path)
+    for name, parameter in twin.vit.named_parameters():
+        # Of a frozen encoder too: only positions are fixed by design.
+        parameter.requires_grad_(
+            name.split(".")[0] not in UNUSED_PARTS and (name != "pos_embed" or parameter.requires_grad)
+        )
+    return twin
+
+
+def make_optimiser(classifier: Classifier, options: FinetuneOptions, device: torch.device) -> torch.optim.AdamW:
+    """Return AdamW with one group per layer, each with its scale of the learning rate."""
+    groups = param_groups_layer_decay(
+        classifier, options.weight_decay, classifier.no_weight_decay(), layer_decay=options.layer_decay
+    )
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=device.type == "cuda")
+
+
+class Mixing:
+    """Random erasing, then mixup or cutmix, of one batch: timm's, with random numbers from a seed."""
+
+    def __init__(self, options: FinetuneOptions, classes: int, device: torch.device) -> None:
+        self.smoothing, self.classes = options.label_smoothing, classes
+        self.erase = RandomErasing(options.erasing_probability, mode="pixel", device=str(device))
+        self.mixup = None
+        if options.mixup or options.cutmix:
+            self.mixup = Mixup(options.mixup, options.cutmix, label_smoothing=self.smoothing, num_classes=classes)
+
+    def __call__(
+        self, images: Float[Tensor, "batch 3 height width"], labels: Int[Tensor, " batch"], seed: int
+    ) -> tuple[Float[Tensor, "batch 3 height width"], Float[Tensor, "batch classes"]]:
+        """Return changed images, and the class probabilities that belong to them."""
+        images, targets = images.clone(), mixup_target(labels, self.classes, 1.0, self.smoothing)
+        with _seeded_globals(seed, images.device):
+            if self.erase.probability:
+                images = self.erase(images)
+            # Pairs are blended; the last of an odd number of images stays as it is.
+            even = len(images) // 2 * 2
+            if self.mixup is not None and even:
+                images[:even], targets[:even] = self.mixup(images[:even], labels[:even])
+        return images, targets
+
+
+@contextmanager
+def _seeded_globals(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generators of Python, numpy and torch, which timm draws from, and restore them afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+class FinetuneTraining(LabelledTraining):
+    """The training of a classifier that starts from a copy of an encoder."""
+
+    def __init__(self, encoder: Encoder, train: LabelledSet, options: FinetuneOptions, conditions: Conditions) -> None:
+        self.options, ranks, classes = options, conditions.ranks, int(train.classes.max()) + 1
+        generator = seeded_generator("cpu", conditions.seed, "head")
+        twin = trainable_copy(encoder, options.drop_path)
+        self.classifier = Classifier(twin, classes, generator).to(ranks.device)
+        optimiser = make_optimiser(self.classifier, options, ranks.device)
+        super().__init__(self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions)
+        self.shared = share(self.classifier, ranks)
+        self.mixing = Mixing(options, classes, ranks.device)
+        self.losses: list[float] = []
+        self.train_loss = math.nan
+
+    def start(self, batches: LabelledBatches) -> None:
+        """Switch to training mode."""
+        self.classifier.train()
+
+    def set_lr(self, step: int, steps_per_epoch: int) -> None:
+        """Set the learning rate of each layer: linear warm-up, then a cosine."""
+        options = self.options
+        peak, lowest = options.lr * options.batch_size / LR_IMAGES, options.lowest_lr
+        last = max(options.epochs * steps_per_epoch - 1, 1)
+        lr = warmup_cosine(step, options.warmup_epochs * steps_per_epoch, last, lowest, peak, lowest)
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+    def step(self, step: int, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"]) -> None:
+        """Take a step, with gradients accumulated over parts of the batch."""
+        device = self.ranks.device
+        # Drop path draws from the global generator.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(derive_seed(self.seed, "layers", step, self.ranks.rank))
+            loss = reduce_mean(self._backward(step, images, labels), self.ranks)
+        parameters = list(self.classifier.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
+            raise TrainingDiverged(
+                f"The loss of fine-tuning or its gradient is not finite in step {step + 1} ({loss.item()}): lower "
+                f"finetune.lr ({self.options.lr})."
+            )
+        self.optimiser.step()
+        self.losses.append(loss.item())
+
+    def _backward(
+        self, step: int, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"]
+    ) -> Float[Tensor, ""]:
+        """Compute the gradients and return the loss of this process."""
+        self.optimiser.zero_grad(set_to_none=True)
+        # Processes may have different numbers of images, and each image has the same weight.
+        count = reduce_mean(torch.full((), float(len(labels)), device=self.ranks.device), self.ranks)
+        total = torch.zeros((), device=self.ranks.device)
+        at_a_time = self.speed.batch_size_per_device or len(labels)
+        parts = list(zip(images.split(at_a_time), labels.split(at_a_time), strict=True))
+        for number, (part, part_labels) in enumerate(parts, start=1):
+            seed = derive_seed(self.seed, "mixing", step, number, self.ranks.rank)
+            mixed, targets = self.mixing(part, part_labels, seed)
+            # Gradients are averaged over the processes once, with the last part.
+            waits = isinstance(self.shared, DistributedDataParallel) and number < len(parts)
+            with self.shared.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                with autocast_for(self.speed.precision, self.ranks.device):
+                    logits = self.shared(mixed)
+                loss = F.cross_entropy(logits.float(), targets, reduction="sum") / count
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def end_epoch(self, epochs: int) -> None:
+        """Keep the mean loss of the epoch."""
+        self.train_loss, self.losses = sum(self.losses) / max(len(self.losses), 1), []
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the loss of the last epoch."""
+        return {}, {"train_loss": self.train_loss}
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Take over the loss of the last epoch."""
+        self.train_loss = saved.state["train_loss"]
+
+    def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
+        """Return the class scores of the one classifier."""
+        with autocast_for(self.speed.precision, self.ranks.device):
+            return self.classifier(images).float()[None]

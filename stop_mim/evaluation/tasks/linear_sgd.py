@@ -1,0 +1,229 @@
+"""The paper's linear protocol: heads on frozen features of augmented images, all trained at once by SGD.
+
+A held-out part of the training images chooses among the heads; the test set is scored once, and decides nothing.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Annotated, Any
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from stop_mim.constraints import ABOVE_ZERO, Checked, Each, Number
+from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out
+from stop_mim.evaluation.features import IMAGES_AT_A_TIME
+from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
+from stop_mim.evaluation.linear_heads import Head, LinearHeads, inverse_curvature, precondition, sum_of_products
+from stop_mim.evaluation.protocols import Protocol
+from stop_mim.evaluation.results import Scalar, Score, accuracy
+from stop_mim.evaluation.task import TASKS
+from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.training.acceleration import autocast_for
+from stop_mim.training.checkpoint import Checkpoint
+from stop_mim.training.distributed import reduce_mean, share
+from stop_mim.training.loop import TrainingDiverged
+from stop_mim.training.schedules import cosine
+
+MOMENTUM = 0.9
+LAYERS = 4
+HELD_OUT_FRACTION, MAX_HELD_OUT = 0.05, 10_000
+# Images, for each feature, that the second moments of the features are estimated from.
+IMAGES_PER_FEATURE = 10
+
+
+@dataclass(frozen=True)
+class LinearSGDOptions(Checked, group="linear_sgd"):
+    """The SGD protocol; values that are not given are those of the data's protocol."""
+
+    epochs: Annotated[int | None, ABOVE_ZERO] = None
+    """Passes over the training images."""
+    batch_size: Annotated[int, Number("give at least 2 images", at_least=2)] = 256
+    """Images per update, over all devices."""
+    lrs: Annotated[tuple[float, ...] | None, Each(ABOVE_ZERO)] = None
+    """Learning rates for a batch of 256, tried at once; held-out images choose."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("lrs", self.lrs is None or len({*self.lrs}) == len(self.lrs), "give different numbers")
+
+
+@TASKS.register("linear-sgd")
+class LinearSGD(TrainingTask):
+    """Linear heads trained by SGD on augmented images."""
+
+    help = "the paper's linear protocol: SGD on augmented images, four heads at once"
+    Options = LinearSGDOptions
+    options: LinearSGDOptions
+
+    def protocol(self) -> Protocol:
+        """Return the protocol of the data, with the epochs and learning rates of the options."""
+        protocol, options = self.subject.protocol(self.data), self.options
+        protocol = protocol if options.epochs is None else protocol.shortened(options.epochs)
+        return protocol if options.lrs is None else replace(protocol, lrs=options.lrs)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the whole protocol and the batch size."""
+        return {**asdict(self.protocol()), "batch_size": self.options.batch_size}
+
+    def training(self) -> "LinearTraining":
+        """Return the training of the heads."""
+        return LinearTraining(
+            self.subject.encoder, self.data.train, self.protocol(), self.options.batch_size, self.conditions()
+        )
+
+    def results(self, training: LabelledTraining) -> Iterator[Score]:
+        """Yield the scores of every head, then those that held-out images choose: of each kind, and of all."""
+        assert isinstance(training, LinearTraining)
+        held_out, tested = training.score(training.held_out).tolist(), training.score(self.data.test).tolist()
+        heads, several = training.heads.heads, len(training.protocol.lrs) > 1
+        images = len(self.data.test)
+
+        def scores(number: int, layers: int | None, variant: dict[str, Scalar], headline: bool) -> Iterator[Score]:
+            yield Score("held_out_top1", held_out[number][0], layers, variant)
+            for top, value in zip(TOP, tested[number], strict=True):
+                yield accuracy(top, value, images, layers, variant, headline and (top == 1 or layers is None))
+
+        def best(numbers: Iterable[int]) -> int:
+            return max(numbers, key=lambda number: held_out[number][0])
+
+        for number, head in enumerate(heads):
+            rate: dict[str, Scalar] = {"lr": head.lr} if several else {}
+            yield from scores(number, head.layers, {"batch_norm": head.batch_norm, **rate}, not several)
+        for layers, norm in dict.fromkeys((head.layers, head.batch_norm) for head in heads) if several else ():
+            chosen = best(n for n, head in enumerate(heads) if (head.layers, head.batch_norm) == (layers, norm))
+            yield Score("lr", heads[chosen].lr, layers, {"batch_norm": norm}, unit="")
+            yield from scores(chosen, layers, {"batch_norm": norm}, True)
+        chosen = best(range(len(heads)))
+        for name, value in asdict(heads[chosen]).items():
+            yield Score(name, float(value), unit="")
+        yield from scores(chosen, None, {}, True)
+
+
+def lr_factor(protocol: Protocol, epoch: float) -> float:
+    """Return the learning rate after so many epochs, as a fraction of the first one."""
+    if protocol.final_factor is not None:
+        return cosine(epoch / protocol.epochs, 1.0, protocol.final_factor)
+    return 0.1 ** bisect_right(protocol.milestones, epoch)
+
+
+def heads_for(protocol: Protocol, depth: int) -> list[Head]:
+    """Return heads of the last layer and of the last four, without and with BatchNorm, at every learning rate."""
+    layers = sorted({1, min(LAYERS, depth)})
+    return [Head(count, norm, lr) for count in layers for norm in (False, True) for lr in protocol.lrs]
+
+
+class LinearTraining(LabelledTraining):
+    """The training of the heads of an encoder."""
+
+    # BatchNorm needs two images.
+    least_images = 2
+
+    def __init__(
+        self,
+        encoder: FrozenEncoder,
+        train: LabelledSet,
+        protocol: Protocol,
+        batch_size: int,
+        conditions: Conditions,
+    ) -> None:
+        self.protocol, ranks = protocol, conditions.ranks
+        encoder.to(ranks.device)
+        used, self.held_out = hold_out(train, HELD_OUT_FRACTION, MAX_HELD_OUT, conditions.seed)
+        heads, classes = heads_for(protocol, encoder.depth), int(train.classes.max()) + 1
+        self.heads = LinearHeads(heads, encoder.dim, classes, ranks, conditions.seed).to(ranks.device)
+        groups = [
+            {"params": [*linear.parameters()], "peak_lr": head.lr * batch_size / LR_IMAGES}
+            for head, linear in zip(heads, self.heads.linears, strict=True)
+        ]
+        # Preconditioned steps include weight decay.
+        weight_decay = 0.0 if protocol.preconditioned else protocol.weight_decay
+        optimiser = torch.optim.SGD(groups, lr=0.0, momentum=MOMENTUM, weight_decay=weight_decay, nesterov=True)
+        super().__init__(self.heads, optimiser, encoder, used, protocol.epochs, batch_size, conditions)
+        self.shared = share(self.heads, ranks)
+        self.moments: Tensor | None = None
+        self.inverses: dict[tuple[int, bool], Tensor] = {}
+        self.losses = torch.zeros(len(heads), device=ranks.device)
+
+    def start(self, batches: LabelledBatches) -> None:
+        """Estimate the curvature for preconditioned steps."""
+        self.heads.train()
+        if not self.protocol.preconditioned:
+            return
+        self.moments = self._moments(batches) if self.moments is None else self.moments.to(self.ranks.device)
+        classes, decay = self.heads.linears[0].out_features, self.protocol.weight_decay
+        self.inverses = {
+            (layers, norm): inverse_curvature(self.moments, layers * self.encoder.dim, norm, classes, decay)
+            for layers, norm in {(head.layers, head.batch_norm) for head in self.heads.heads}
+        }
+        self.heads.norm.fix(self.moments)
+
+    def _moments(self, batches: LabelledBatches) -> Float64[Tensor, "dim_and_one dim_and_one"]:
+        """Return the second moments of the features, from as many training images as they need."""
+        width = self.encoder.dim * self.heads.layers
+        total = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=self.ranks.device)
+        needed = math.ceil(IMAGES_PER_FEATURE * width / self.batch_size)
+        with closing(batches.epoch(0)) as labelled:
+            for images, _ in islice(labelled, needed):
+                if len(images):
+                    total += sum_of_products(self.features(images))
+        total = reduce_mean(total, self.ranks)
+        moments = total / total[-1, -1]
+        if not torch.isfinite(moments).all():
+            raise TrainingDiverged("The features are not finite: check the encoder's weights.")
+        return moments
+
+    def set_lr(self, step: int, steps_per_epoch: int) -> None:
+        """Set the learning rate of each head."""
+        epoch, part = divmod(step, steps_per_epoch)
+        factor = lr_factor(self.protocol, epoch + part / steps_per_epoch)
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+    def step(self, step: int, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"]) -> None:
+        """Take a step of all heads."""
+        features = self.features(images)
+        self.optimiser.zero_grad(set_to_none=True)
+        # Processes may have different numbers of images, and each image has the same weight.
+        count = reduce_mean(torch.full((), float(len(labels)), device=self.ranks.device), self.ranks)
+        losses = self.shared(features, labels) / count
+        losses.sum().backward()
+        if self.inverses:
+            for head, linear in zip(self.heads.heads, self.heads.linears, strict=True):
+                precondition(linear, self.inverses[head.layers, head.batch_norm], self.protocol.weight_decay)
+        self.optimiser.step()
+        self.losses += losses.detach()
+
+    def end_epoch(self, epochs: int) -> None:
+        """Stop if no head has a finite loss."""
+        if not torch.isfinite(reduce_mean(self.losses, self.ranks)).any():
+            raise TrainingDiverged(
+                f"No linear head had a finite loss in epoch {epochs}: lower linear_sgd.lrs ({self.protocol.lrs}), or check "
+                "the encoder's weights."
+            )
+        self.losses = torch.zeros_like(self.losses)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the moments, which a resumed training does not estimate again."""
+        return {} if self.moments is None else {"moments": self.moments}, {}
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Take over the moments."""
+        self.moments = saved.tensors.get("moments")
+
+    def features(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "batch layers_times_dim"]:
+        """Return frozen features of the last layers in full precision."""
+        at_a_time = self.speed.batch_size_per_device or IMAGES_AT_A_TIME
+        # Not inference_mode: its tensors cannot be used for the heads' gradients.
+        with torch.no_grad(), autocast_for(self.speed.precision, self.ranks.device):
+            parts = [self.encoder.embed(part, self.heads.layers) for part in images.split(at_a_time)]
+        return torch.cat([part.float() for part in parts])
+
+    def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
+        """Return the class scores of each head."""
+        return self.heads.logits(self.features(images))

@@ -1,0 +1,162 @@
+"""Runs of a sweep as processes of the ordinary commands: side by side on this machine, or as jobs of submitit."""
+
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from stop_mim.errors import MissingExtra
+from stop_mim.sweeps.plan import Job, SweepConfig
+from stop_mim.training.interruption import Interruption, catch_interruption
+
+PROGRAM = (sys.executable, "-m", "stop_mim")
+POLL_SECONDS = 0.2
+
+Ended = tuple[Job, str | None]
+"""A run whose processes have ended, and why it failed, if it did."""
+
+
+def launch(jobs: Sequence[Job], config: SweepConfig, out: Path, device: str, stop: Interruption) -> Generator[Ended]:
+    """Run jobs, and yield each when it ends; after an interruption, running ones save and the others do not start."""
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    if config.launch == "submitit":
+        yield from _launch_submitit(jobs, dict(one.split("=", 1) for one in config.job), logs, stop)
+    else:
+        yield from _launch_local(jobs, places(config.side_by_side, device), logs, stop)
+
+
+def run_job(
+    job: Job,
+    program: Sequence[str],
+    logs: Path,
+    stop: Interruption,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> str | None:
+    """Train and evaluate one run; return why it failed, or None if it finished or was interrupted."""
+    log = logs / f"{job.variant}-seed-{job.seed}.txt"
+    if not (job.folder / "config.json").exists():
+        # What a process left that was killed before its first step.
+        shutil.rmtree(job.folder, ignore_errors=True)
+    for arguments in (job.training, job.evaluation):
+        if stop:
+            return None
+        with log.open("ab") as output:
+            # In a session of its own: Ctrl-C is for the sweep, which asks its runs to stop.
+            process = subprocess.Popen(
+                [*program, *arguments()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+            code = _wait(process, stop)
+        if code and not stop:
+            return _reason(code, log)
+    return None
+
+
+def _wait(process: subprocess.Popen[bytes], stop: Interruption) -> int:
+    asked = False
+    while (code := process.poll()) is None:
+        if stop and not asked:
+            process.terminate()
+            asked = True
+        time.sleep(POLL_SECONDS)
+    return code
+
+
+def _reason(code: int, log: Path) -> str:
+    """Return why a process failed: the signal that ended it, or the last line that it printed."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"Ended by {name}{', perhaps for lack of memory' if name == 'SIGKILL' else ''}: see {log}."
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), f"Exit code {code}: see {log}.")
+    return last.removeprefix("stop-mim: ")
+
+
+def places(side_by_side: int, device: str, given: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
+    """Return an environment for each run at a time: its GPU where there are several, and its number of threads."""
+    import torch
+
+    visible = [""]
+    if device in ("auto", "cuda") and torch.cuda.device_count() > 1:
+        numbers = ",".join(map(str, range(torch.cuda.device_count())))
+        visible = given.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
+    found = [{"CUDA_VISIBLE_DEVICES": gpu} if gpu else {} for _ in range(side_by_side) for gpu in visible]
+    if len(found) > 1 and "OMP_NUM_THREADS" not in given:
+        threads = str(max(1, (os.cpu_count() or 1) // len(found)))
+        found = [{**place, "OMP_NUM_THREADS": threads} for place in found]
+    return found
+
+
+def _launch_local(
+    jobs: Sequence[Job], environments: Sequence[Mapping[str, str]], logs: Path, stop: Interruption
+) -> Generator[Ended]:
+    free: queue.SimpleQueue[Mapping[str, str]] = queue.SimpleQueue()
+    for environment in environments:
+        free.put(environment)
+
+    def work(job: Job) -> str | None:
+        environment = free.get()
+        try:
+            return run_job(job, PROGRAM, logs, stop, environment)
+        finally:
+            free.put(environment)
+
+    with ThreadPoolExecutor(len(environments)) as pool:
+        futures = {pool.submit(work, job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except GeneratorExit:
+            # The pool waits for its threads, and these for their processes.
+            stop.signal_name = "SIGTERM"
+            raise
+
+
+def _launch_submitit(
+    jobs: Sequence[Job], parameters: Mapping[str, str], logs: Path, stop: Interruption
+) -> Generator[Ended]:
+    try:
+        import submitit
+    except ImportError as error:
+        raise MissingExtra("--launch submitit", "submitit", "submitit") from error
+    executor = submitit.AutoExecutor(folder=logs / "submitit")
+    executor.update_parameters(
+        **{name: int(value) if value.isdecimal() else value for name, value in parameters.items()}
+    )
+    running = {executor.submit(_run_alone, job, PROGRAM, logs): job for job in jobs}
+    try:
+        while running and not stop:
+            for submitted in [one for one in running if one.done()]:
+                yield running.pop(submitted), _failure(submitted, logs)
+            time.sleep(POLL_SECONDS)
+    finally:
+        for submitted in running:
+            submitted.cancel()
+    while running:
+        for submitted in [one for one in running if one.done()]:
+            yield running.pop(submitted), None
+        time.sleep(POLL_SECONDS)
+
+
+def _failure(submitted: Any, logs: Path) -> str | None:
+    broken = submitted.exception()
+    return submitted.result() if broken is None else f"{type(broken).__name__}: see {logs / 'submitit'}."
+
+
+def _run_alone(job: Job, program: Sequence[str], logs: Path) -> str | None:
+    """Run a job in a process of its own, where SIGTERM lets it save."""
+    with catch_interruption() as stop:
+        return run_job(job, program, logs, stop)

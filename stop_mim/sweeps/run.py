@@ -1,0 +1,155 @@
+"""A sweep from its first run to its tables: what is finished is skipped, and a run that fails does not stop the others."""
+
+import json
+import shlex
+import statistics
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+from stop_mim.files import held, write_atomically
+from stop_mim.sweeps.launch import launch, places
+from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
+from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
+from stop_mim.training.interruption import catch_interruption
+from stop_mim.training.run_folder import read_metrics
+
+if TYPE_CHECKING:
+    from stop_mim.training.config import TrainConfig
+
+FAILED_FILE, LOCK_FILE = "failed.json", ".lock"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Where a sweep stands when `run_sweep` returns."""
+
+    summary: Summary | None
+    """None after a dry run."""
+    interrupted_by: str | None = None
+
+
+def run_sweep(
+    name: str, config: SweepConfig, base: "TrainConfig | None" = None, console: Console | None = None
+) -> SweepResult:
+    """Run what is missing of a sweep, or show what would be run, and summarise its directory.
+
+    Args:
+        base: config that the variants change; default: the scale's.
+    """
+    console = console or Console()
+    plan = make_plan(name, config, base)
+    plan.check()
+    jobs = list(plan.jobs(config))
+    if config.dry_run:
+        show_grid(plan, jobs, config, console)
+        return SweepResult(None)
+    check_data(plan, config)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    with held(plan.out / LOCK_FILE) as ours:
+        if not ours:
+            raise InputError(f"Another sweep runs in {plan.out}: wait for it, or choose another --out.")
+        plan.keep()
+        interrupted_by = _run(jobs, plan, config, console)
+    summary = summarise(plan, jobs, read_failed(plan.out))
+    write_summary(plan.out, summary)
+    show_summary(summary, console)
+    _say(console, f"Written to {plan.out / 'summary.json'} and summary.csv.")
+    if interrupted_by:
+        _say(console, f"Stopped by {interrupted_by}: the same command continues.", "yellow")
+    if summary.failed:
+        _say(console, f"Failed runs: {len(summary.failed)}. --retry-failed runs them again.", "yellow")
+    return SweepResult(summary, interrupted_by)
+
+
+def check_data(plan: Plan, config: SweepConfig) -> None:
+    """Raise InputError for data that cannot be opened, before hours are spent on training."""
+    if config.low_shot_list is not None:
+        config.low_shot_list.read_text()
+    for name in filter(None, {plan.base.data, config.probe_data}):
+        open_source(name)
+
+
+def _run(jobs: Sequence[Job], plan: Plan, config: SweepConfig, console: Console) -> str | None:
+    """Run every job that is due; return the signal that interrupted the sweep, if one did."""
+    waiting = due(jobs, plan.out, config.retry_failed)
+    _say(console, f"{plan.sweep} at {plan.scale} scale: {len(waiting)} of {len(jobs)} runs to do in {plan.out}.")
+    # Closed where an error ends the loop, so that running processes save and stop.
+    with catch_interruption() as stop, closing(launch(waiting, config, plan.out, plan.base.speed.device, stop)) as runs:
+        for number, (job, error) in enumerate(runs, start=1):
+            record(plan.out, job, error)
+            end = f"failed: {error}" if error else "finished." if job.finished else "stopped."
+            _say(console, f"{number} of {len(waiting)}: {job.name} {end}", "yellow" if error else None)
+    return stop.signal_name
+
+
+def due(jobs: Sequence[Job], out: Path, retry_failed: bool) -> list[Job]:
+    """Return the runs that are neither finished nor, unless they are retried, failed."""
+    failed = {} if retry_failed else read_failed(out)
+    return [job for job in jobs if not job.finished and job.name not in failed]
+
+
+def read_failed(out: Path) -> dict[str, str]:
+    """Return why runs failed, by name."""
+    file = out / FAILED_FILE
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def record(out: Path, job: Job, error: str | None) -> None:
+    """Keep why a run failed, or forget that it did."""
+    before = read_failed(out)
+    failed = {name: reason for name, reason in before.items() if name != job.name}
+    if error is not None:
+        failed[job.name] = error
+    if failed != before:
+        text = json.dumps(failed, indent=2)
+        write_atomically(out / FAILED_FILE, lambda file: file.write_text(text + "\n"))
+
+
+def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Console) -> None:
+    """Print the variants, the commands of the runs that are due, and the estimated time."""
+    seeds = ", ".join(map(str, config.seeds))
+    title = (
+        f"{plan.sweep} at {plan.scale} scale: recipe {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
+    )
+    table = Table("variant", "changes", "finished", title=escape(title), title_justify="left")
+    for variant, overrides in plan.variants.items():
+        own = [job for job in jobs if job.variant == variant]
+        changed = ", ".join(f"{path} {value}" for path, value in overrides.items())
+        name = f"{variant} (baseline)" if variant == plan.baseline else variant
+        table.add_row(escape(name), escape(changed), f"{sum(job.finished for job in own)} of {len(own)}")
+    console.print(table)
+    left = due(jobs, plan.out, config.retry_failed)
+    for job in left:
+        for arguments in (job.training(), job.evaluation()):
+            _say(console, f"stop-mim {shlex.join(arguments)}")
+    at_once = len(places(config.side_by_side, plan.base.speed.device)) if config.launch == "local" else len(left)
+    _say(console, estimate(jobs, left, plan.base.optim.batch_size, max(1, at_once)))
+
+
+def estimate(jobs: Sequence[Job], left: Sequence[Job], batch_size: int, at_once: int) -> str:
+    """Return how long the training of the runs that are left takes, from the finished runs of the directory."""
+    finished = [read_metrics(job.folder) for job in jobs if job.finished]
+    seconds = [
+        lines[-1]["step"] * batch_size / statistics.median(line["images_per_second"] for line in lines)
+        for lines in finished
+        if lines
+    ]
+    if not left:
+        return "All runs are done: the same command without --dry-run prints the tables."
+    if not seconds:
+        return f"Runs to do: {len(left)}. --dry-run estimates the time once one is finished."
+    minutes = statistics.median(seconds) * len(left) / min(at_once, len(left)) / 60
+    return f"Runs to do: {len(left)}, {at_once} at a time: about {minutes:.1f} minutes, evaluation not included."
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(escape(text), highlight=False, soft_wrap=True, style=style)

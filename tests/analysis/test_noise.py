@@ -1,0 +1,164 @@
+"""The spectrum of the noise, the similarity of noisy positions to fixed ones, and decoding, against known values."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from stop_mim.analysis.noise import (
+    cosines,
+    effective_rank,
+    identified,
+    most_similar,
+    noise_spectrum,
+    noisy_positions,
+    similarity_maps,
+)
+from stop_mim.errors import InputError
+from stop_mim.positions import JitteredPositions, LearnedPositions, Positions, SinCosPositions, StochasticPositions
+
+DIM, GRID, PATCH = 16, (4, 6), 8
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def with_factor(factor, sigma=0.25, base=None, **options):
+    """Stochastic positions with this A, and a bias that must not show up anywhere."""
+    projection = nn.Linear(factor.shape[1], factor.shape[0])
+    projection.weight.data.copy_(factor)
+    nn.init.constant_(projection.bias, 7.0)
+    return StochasticPositions(base or SinCosPositions(GRID, factor.shape[0]), projection, sigma, **options)
+
+
+def stochastic(scale=0.3, sigma=0.25, dim=32, **options):
+    return with_factor(scale * torch.randn(dim, dim, generator=seeded(1)) / math.sqrt(dim), sigma, **options)
+
+
+def test_effective_rank_of_known_spectra():
+    assert effective_rank(torch.ones(12)) == pytest.approx(12)
+    assert effective_rank(torch.tensor([3.0, 0.0, 0.0])) == pytest.approx(1)
+    assert effective_rank(torch.zeros(5)) == 0
+    # Entropy of (3/4, 1/4).
+    assert effective_rank(torch.tensor([3.0, 1.0, -1e-12])) == pytest.approx((4 / 3) ** 0.75 * 4**0.25)
+
+
+def test_identity_noise_has_full_rank_and_rank_one_noise_one():
+    identity = noise_spectrum(with_factor(torch.randn(DIM, 24), sigma=0.3, covariance="identity"))
+    assert identity.effective_rank == pytest.approx(DIM)
+    assert torch.allclose(identity.eigenvalues, torch.full((DIM,), 0.3, dtype=torch.float64), rtol=1e-5)
+    direction = torch.randn(DIM, generator=seeded())
+    single = noise_spectrum(with_factor(direction[:, None] * torch.ones(1, 24), sigma=0.5))
+    assert single.effective_rank == pytest.approx(1, abs=1e-4)
+    assert single.eigenvalues[0].item() == pytest.approx(0.5 * 24 * direction.square().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("convention", "variance"), [("paper", 0.5), ("release", 0.25)])
+def test_the_trace_is_sigma_times_the_squared_norm_of_A(convention, variance):
+    factor = torch.randn(DIM, 24, generator=seeded(1))
+    spectrum = noise_spectrum(with_factor(factor, sigma=0.5, convention=convention))
+    expected = variance * factor.square().sum().item()
+    assert spectrum.trace == pytest.approx(expected, rel=1e-5)
+    assert spectrum.eigenvalues.sum().item() == pytest.approx(expected, rel=1e-5)
+    assert spectrum.eigenvalues.diff().max() <= 0
+
+
+def test_the_spectrum_is_that_of_samples():
+    positions = with_factor(0.3 * torch.randn(DIM, 24, generator=seeded(2)))
+    samples = positions.sample(torch.zeros(1, 50_000, dtype=torch.long), generator=seeded(3))[0].detach().double()
+    found = torch.linalg.eigvalsh(samples.T.cov()).flip(0)
+    assert torch.allclose(found, noise_spectrum(positions).eigenvalues, rtol=0.05)
+
+
+def test_noise_is_found_at_its_frequency_and_axis():
+    # Features are sines and cosines of columns, then of rows; each quarter has the frequencies from the highest on.
+    factor = torch.zeros(DIM, 1)
+    factor[DIM // 2 + 1] = 2.0
+    spectrum = noise_spectrum(with_factor(factor, sigma=1.0))
+    expected = torch.zeros(2, DIM // 4, dtype=torch.float64)
+    expected[1, 1] = (4.0 + 0.0) / 2
+    assert torch.equal(spectrum.by_frequency, expected)
+    assert spectrum.frequencies.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
+    # This feature turns with that frequency from row to row.
+    table = SinCosPositions(GRID, DIM).table().unflatten(0, GRID)
+    assert torch.allclose(table[:, 0, DIM // 2 + 1], torch.sin(0.1 * torch.arange(4)))
+
+
+def test_learned_positions_have_no_frequencies_and_other_noise_no_covariance():
+    learned = noise_spectrum(with_factor(torch.randn(DIM, 24), base=LearnedPositions(GRID, DIM)))
+    assert learned.by_frequency is learned.frequencies is None
+    without = with_factor(torch.randn(DIM, 24), apply_to="none")
+    for positions in (SinCosPositions(4, DIM), JitteredPositions(4, DIM), without):
+        with pytest.raises(InputError, match="stochastic"):
+            noise_spectrum(positions)
+
+
+def test_cosines():
+    found = cosines(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 2.0], [-1.0, 0.0]]))
+    assert found.tolist() == [pytest.approx([0.6, 0.0, -1.0])]
+
+
+def test_without_noise_all_maps_are_the_fixed_one_and_with_it_they_are_not():
+    for positions in (stochastic(sigma=0.0), SinCosPositions(GRID, DIM), JitteredPositions(GRID, DIM, scale=0.0)):
+        maps = similarity_maps(positions, PATCH, seeded(), draws=4)
+        assert maps.fixed.shape == GRID
+        assert maps.fixed.argmax() == PATCH
+        assert maps.fixed.max().item() == pytest.approx(1)
+        assert torch.allclose(maps.sample, maps.fixed)
+        assert torch.allclose(maps.mean, maps.fixed)
+    noisy = similarity_maps(stochastic(scale=3.0), PATCH, seeded())
+    assert noisy.mean.max() < 0.9
+    assert not torch.allclose(noisy.sample, noisy.mean, atol=0.02)
+    with pytest.raises(InputError, match=r"24.* 0 to 23"):
+        similarity_maps(stochastic(), 24, seeded())
+
+
+def test_the_mean_is_over_samples_and_falls_as_noise_grows():
+    positions = stochastic(scale=2.0)
+    samples = noisy_positions(positions, PATCH, 64, seeded())
+    expected = cosines(samples, positions.table()).mean(0).unflatten(0, GRID)
+    assert torch.allclose(similarity_maps(positions, PATCH, seeded(), draws=64).mean, expected)
+    peaks = [similarity_maps(stochastic(scale), PATCH, seeded()).mean.max().item() for scale in (0.0, 0.5, 2.0, 8.0)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_samples_are_around_the_position_without_the_releases_bias():
+    for convention in ("paper", "release"):
+        positions = stochastic(convention=convention)
+        samples = noisy_positions(positions, PATCH, 20_000, seeded())
+        assert torch.allclose(samples.mean(0), positions.table()[PATCH], atol=0.02)
+
+
+def test_small_noise_leaves_a_sample_most_similar_to_its_own_position():
+    assert (most_similar(stochastic(scale=0.05), PATCH, seeded()) == PATCH).all()
+    confused = most_similar(stochastic(scale=20.0), PATCH, seeded(), draws=2000)
+    assert (confused == PATCH).double().mean() < 0.5
+
+
+class TwoPlaces(Positions):
+    """Two positions, two apart."""
+
+    grid, dim = (1, 2), 4
+
+    def table(self):
+        return torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0]])
+
+    def resized(self, grid):
+        raise NotImplementedError
+
+
+def test_two_positions_are_decoded_as_often_as_theory_says():
+    # The best decoder errs where the noise along the difference is beyond half of it.
+    positions = StochasticPositions(TwoPlaces(), None, sigma=0.64, covariance="identity")
+    expected = 0.5 * (1 + math.erf(1 / 0.8 / math.sqrt(2)))
+    assert identified(positions, seeded(), draws=20_000) == pytest.approx(expected, abs=0.01)
+
+
+def test_a_decoder_that_knows_the_covariance_ignores_noise_in_other_directions():
+    factor = torch.zeros(4, 4)
+    factor[1, 1] = 100.0
+    assert identified(with_factor(factor, sigma=1.0, base=TwoPlaces()), seeded()) == 1.0
+    factor[0, 0] = 100.0
+    assert identified(with_factor(factor, sigma=1.0, base=TwoPlaces()), seeded(), 2000) < 0.6

@@ -1,0 +1,267 @@
+"""Logistic regression against scikit-learn on the same features; choices without the test set; few labels."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+from stop_mim.data.sources import open_source
+from stop_mim.evaluation import logistic
+from stop_mim.evaluation.features import pixel_features
+from stop_mim.evaluation.logistic import PENALTIES, TrainingFeatures, choose_penalty, fit_stacked, top_accuracy
+from stop_mim.evaluation.minimiser import minimise
+from stop_mim.evaluation.tasks import low_shot as low_shot_module
+from stop_mim.evaluation.tasks.linear import linear_probe
+from stop_mim.evaluation.tasks.low_shot import DEFAULT_PENALTY, choose_penalties, low_shot
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clusters():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 20, generator=generator)
+    labels = torch.randint(5, (900,), generator=generator)
+    features = 3 + 2 * (centres[labels] + 1.3 * torch.randn(900, 20, generator=generator))
+    return features[:600], labels[:600], features[600:], labels[600:]
+
+
+def fit(features, labels, penalty, standardise=True):
+    return TrainingFeatures([features], labels, 5, CPU, standardise).fit([penalty])[0]
+
+
+def scikit(features, labels, penalty, iterations=2000):
+    return LogisticRegression(C=1 / (penalty * len(features)), max_iter=iterations, tol=1e-8).fit(features, labels)
+
+
+def probabilities(probe, features):
+    return probe.logits(features).softmax(1).numpy()
+
+
+def test_top_accuracy():
+    scores = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
+    labels = torch.tensor([0, 1, 1])
+    assert [top_accuracy(scores, labels, k) for k in (1, 2, 3)] == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+@pytest.mark.parametrize("penalty", [1e-1, 1e-3])
+def test_the_probe_is_logistic_regression(clusters, penalty):
+    features, labels, test_features, _ = clusters
+    probe, scaler = fit(features, labels, penalty), StandardScaler().fit(features)
+    reference = scikit(scaler.transform(features), labels, penalty)
+    # The test features are standardised by the training set, one by one or together.
+    theirs = reference.predict_proba(scaler.transform(test_features))
+    np.testing.assert_allclose(probabilities(probe, test_features), theirs, atol=0.01)
+    np.testing.assert_allclose(probabilities(probe, test_features[:1]), theirs[:1], atol=0.01)
+
+
+def test_more_features_than_images_are_fitted_in_their_span(clusters):
+    labels = clusters[1]
+    features = torch.randn(300, 400, generator=torch.Generator().manual_seed(1))
+    scaler = StandardScaler().fit(features[:200])
+    reference = scikit(scaler.transform(features[:200]), labels[:200], 1e-2)
+    ours = probabilities(fit(features[:200], labels[:200], 1e-2), features[200:])
+    np.testing.assert_allclose(ours, reference.predict_proba(scaler.transform(features[200:])), atol=0.01)
+
+
+def test_without_standardisation_only_the_scale_changes(clusters):
+    features, labels, test_features, _ = clusters
+    stretch = torch.linspace(0.1, 10, 20)
+    probe = fit(features * stretch, labels, 1e-3, standardise=False)
+    assert probe.std.unique().numel() == 1
+    scale = (features * stretch - (features * stretch).mean(0)).square().mean().sqrt()
+    theirs = scikit(features * stretch / scale, labels, 1e-3, 20_000).predict_proba(test_features * stretch / scale)
+    np.testing.assert_allclose(probabilities(probe, test_features * stretch), theirs, atol=0.02)
+
+
+def test_chunks_and_other_penalties_change_nothing(clusters, monkeypatch):
+    features, labels, test_features, _ = clusters
+    whole = TrainingFeatures([features], labels, 5, CPU)
+    together = whole.fit(PENALTIES)
+    monkeypatch.setattr(logistic, "LOGITS_AT_A_TIME", 1000)
+    chunked = TrainingFeatures(list(features.half().split(170)), labels, 5, CPU)
+    for training in (whole, chunked):
+        for penalty, probe in zip(PENALTIES[:3], together, strict=False):
+            alone = probabilities(training.fit([penalty])[0], test_features)
+            np.testing.assert_allclose(probabilities(probe, test_features), alone, atol=7e-3)
+
+
+def test_sets_fitted_together_are_fitted_as_each_alone(clusters):
+    features, labels, test_features, _ = clusters
+    # Other numbers of images and, in the last, of directions with any variance.
+    sets = [(features[:150], labels[:150]), (5 * features[200:500], labels[200:500]), (features[:12], labels[:12])]
+    trainings = [TrainingFeatures([inputs], own, 5, CPU) for inputs, own in sets]
+    assert len({len(training.curvatures) for training in trainings}) > 1
+    penalties = [(1e-1, 1e-3), (1e-2, 1e-3), (1e-1, 1e-2)]
+    for training, own, together in zip(trainings, penalties, fit_stacked(trainings, penalties), strict=True):
+        for one, other in zip(training.fit(own), together, strict=True):
+            np.testing.assert_allclose(
+                probabilities(other, test_features), probabilities(one, test_features), atol=3e-3
+            )
+
+
+def test_real_features_agree_with_scikit_learn(real_data):
+    source = open_source(str(real_data("cifar-100")))
+    classes = source.labels["class"]
+    chosen = np.flatnonzero(classes < 5)[:1600]
+    pixels = torch.stack([source.read(int(index))[:, ::4, ::4] for index in chosen])
+    features, labels = pixel_features(pixels), torch.from_numpy(classes[chosen])
+    probe, scaler = fit(features[:1200], labels[:1200], 1e-2), StandardScaler().fit(features[:1200])
+    reference = scikit(scaler.transform(features[:1200]), labels[:1200], 1e-2)
+    theirs = reference.score(scaler.transform(features[1200:]), labels[1200:])
+    assert probe.accuracy(features[1200:], labels[1200:]) == pytest.approx(theirs, abs=0.003)
+
+
+# The task linear
+
+
+def probe_scores(features, labels, test_features, test_labels, classes=5, **options):
+    sets = ({1: [features]}, labels, {1: [test_features]}, test_labels, classes, CPU)
+    return {score.name: score for score in linear_probe(*sets, **options)}
+
+
+def test_nothing_is_chosen_by_the_test_set(clusters):
+    features, labels, test_features, test_labels = clusters
+    scores = probe_scores(*clusters)
+    assert scores["last1/batch_norm/penalty"].value == choose_penalty([features], labels, 5, CPU).penalty
+    shuffled = probe_scores(features, labels, test_features, test_labels.flip(0))
+    for name, score in scores.items():
+        if score.metric in ("penalty", "held_out_top1"):
+            assert shuffled[name] == score
+    assert shuffled["top1"].value < scores["top1"].value
+
+
+def test_held_out_images_choose_the_kind_of_features(clusters):
+    features, labels, test_features, test_labels = clusters
+    noise = torch.randn(900, 20, generator=torch.Generator().manual_seed(3))
+    # On the test images the useless features (2) are the good ones: they must not be chosen.
+    train, test = {1: [features], 2: [noise[:600]]}, {1: [noise[600:]], 2: [test_features]}
+    found = linear_probe(train, labels, test, test_labels, 5, CPU, standardise=(True,))
+    scores = {score.name: score for score in found}
+    assert set(scores) == {
+        f"{kind}{metric}"
+        for kind in ("", "last1/batch_norm/", "last2/batch_norm/")
+        for metric in ("top1", "penalty", "held_out_top1")
+    }
+    assert scores["last1/batch_norm/held_out_top1"].value > scores["last2/batch_norm/held_out_top1"].value
+    for metric in ("top1", "held_out_top1"):
+        assert scores[metric].value == scores[f"last1/batch_norm/{metric}"].value
+    assert [name for name, score in scores.items() if score.headline] == [
+        "last1/batch_norm/top1",
+        "last2/batch_norm/top1",
+        "top1",
+    ]
+
+
+def test_top5_and_progress(clusters):
+    seen = []
+    scores = probe_scores(*clusters, classes=6, progress=lambda done, total: seen.append((done, total)))
+    assert scores["top5"].value >= scores["top1"].value
+    assert scores["top5"].high <= 100
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+    assert "top5" not in probe_scores(*clusters)  # Of five classes, the right one is always among the best five.
+
+
+# The task low-shot
+
+
+@pytest.fixture
+def few():
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(7, 30, generator=generator)
+    labels = torch.arange(7).repeat(60)
+    return centres[labels] + 1.5 * torch.randn(420, 30, generator=generator), labels
+
+
+def few_scores(draws, features, labels):
+    return {score.name: score for score in low_shot("10", draws, features[210:], labels[210:], 7)}
+
+
+def test_mean_and_deviation_are_those_of_the_draws(few):
+    features, labels = few
+    draws = [(features[part : part + 70], labels[part : part + 70]) for part in (0, 70, 140)]
+    scores = few_scores(draws, *few)
+    each = [scores[f"10/draw={draw}/top1"].value for draw in range(3)]
+    assert scores["10/top1"].value == pytest.approx(np.mean(each))
+    assert scores["10/top1"].std == pytest.approx(np.std(each, ddof=1))
+    assert scores["10/images"].value == 70
+    probe = TrainingFeatures([draws[0][0]], draws[0][1], 7, CPU).fit([scores["10/draw=0/penalty"].value])[0]
+    assert each[0] == pytest.approx(100 * probe.accuracy(features[210:], labels[210:]), abs=0.5)
+    single = few_scores([(features[:14], labels[:14])], *few)["10/top1"]
+    assert single.value < min(each)
+    assert (single.std, single.low < single.value < single.high) == (None, True)
+
+
+def test_the_penalty_comes_from_folds_of_the_few(few, monkeypatch):
+    features, labels = few
+    draws = [(features[part : part + size], labels[part : part + size]) for part, size in ((0, 70), (70, 21), (7, 7))]
+    noise = torch.randn(70, 30, generator=torch.Generator().manual_seed(1)), labels[:70]
+    chosen = choose_penalties([*draws, noise], 7)
+    assert chosen[0].penalty in PENALTIES
+    assert chosen[0].held_out > 0.4 > 0.35 > chosen[3].held_out
+    # With one image per class nothing can be held out.
+    assert chosen[2].penalty == DEFAULT_PENALTY
+    monkeypatch.setattr(low_shot_module, "fit_together", fit_stacked)
+    together = choose_penalties(draws, 7)
+    assert [one.penalty for one in together] == [one.penalty for one in chosen[:3]]
+    np.testing.assert_allclose([one.held_out for one in together], [one.held_out for one in chosen[:3]], atol=0.03)
+
+
+def test_of_many_labels_one_part_is_held_out_as_by_the_linear_probe(few, monkeypatch):
+    monkeypatch.setattr(low_shot_module, "FEW", 100)
+    (ours,), theirs = choose_penalties([few], 7, seed=3), choose_penalty([few[0]], few[1], 7, CPU, seed=3)
+    assert ours.penalty == theirs.penalty
+    assert ours.held_out == pytest.approx(theirs.held_out)
+
+
+# The minimiser
+
+
+def quadratics(problems=5, dim=30, condition=100.0):
+    generator = torch.Generator().manual_seed(0)
+    curvatures = torch.logspace(0, torch.tensor(condition).log10().item(), dim).repeat(problems, 1)
+    optima = torch.randn(problems, dim, generator=generator)
+
+    def objective(points):
+        away = points - optima[: len(points)]
+        return 0.5 * (curvatures[: len(points)] * away.square()).sum(1), curvatures[: len(points)] * away
+
+    return objective, optima
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_quadratics_are_solved_at_any_scale(scale):
+    objective, optima = quadratics()
+    found = minimise(lambda points: tuple(scale * part for part in objective(points)), torch.zeros(5, 30))
+    torch.testing.assert_close(found, optima, atol=2e-3 if scale == 1 else 0.02, rtol=0)
+
+
+def test_rosenbrocks_valley_is_followed_to_its_end():
+    def objective(points):
+        x, y = points[:, 0].double(), points[:, 1].double()
+        value = (1 - x) ** 2 + 100 * (y - x**2) ** 2
+        gradient = torch.stack([-2 * (1 - x) - 400 * x * (y - x**2), 200 * (y - x**2)], 1)
+        return value, gradient
+
+    start = torch.tensor([[-1.2, 1.0], [0.0, 0.0], [2.0, -2.0]], dtype=torch.float64)
+    found = minimise(objective, start, steps=200)
+    torch.testing.assert_close(found, torch.ones(3, 2, dtype=torch.float64), atol=1e-3, rtol=0)
+
+
+def test_problems_do_not_touch_one_another():
+    objective, optima = quadratics()
+    together = minimise(objective, torch.zeros(5, 30), steps=25)
+    torch.testing.assert_close(together[:1], minimise(objective, torch.zeros(1, 30), steps=25), atol=0.05, rtol=0)
+    # One that is solved stays so while the others go on.
+    found = minimise(objective, torch.cat([optima[:1], torch.zeros(4, 30)]))
+    torch.testing.assert_close(found, optima, atol=2e-3, rtol=0)
+
+
+def test_it_ends_when_nothing_improves():
+    objective, _ = quadratics(condition=10.0)
+    steps = []
+    minimise(objective, torch.zeros(5, 30), steps=500, progress=lambda *step: steps.append(step))
+    assert steps[0] == (1, 500)
+    assert steps[-1][0] < 100

@@ -1,0 +1,192 @@
+"""Sweeps as processes: skipped, failed, retried, interrupted, continued; and one through the real commands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from mini_sweep import mini_config
+
+from stop_mim.errors import InputError
+from stop_mim.sweeps.launch import places
+from stop_mim.sweeps.run import run_sweep
+
+PLUGIN = """
+from stop_mim.sweeps.grid import SWEEPS, Sweep
+from stop_mim.sweeps.scales import SCALES, Scale
+
+@SWEEPS.register("quiet-or-loud")
+def quiet_or_loud():
+    '''Two values of sigma.'''
+    return Sweep("quiet", {"quiet": {"positions.sigma": 0.0}, "loud": {"positions.sigma": 1.0}})
+
+@SCALES.register("seconds")
+def seconds():
+    '''A model that is trained within seconds.'''
+    overrides = {"data": "scenes:count=32,size=32", "encoder.image_size": (32, 32), "encoder.width": 24,
+        "predictor.width": 16, "predictor.depth": 1, "optim.batch_size": 8, "optim.epochs": 2, "optim.warmup_epochs": 1.0,
+        "log.tensorboard": False}
+    data = ("--data", "scenes:count=48,size=32", "--test-data", "scenes:count=200,size=32")
+    return Scale("demo", overrides, ("--task", "clevr", *data, "--linear.standardise", "True", "--linear.layers", "1"))
+"""
+
+
+HOLDER = """
+import time
+from pathlib import Path
+from stop_mim.files import held
+
+with held(Path("out/.lock")):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_sweep_from_outside_runs_through_the_command_line(tmp_path, scene_cache):
+    (tmp_path / "own_sweep.py").write_text(PLUGIN)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]),
+        "STOP_MIM_PLUGINS": "own_sweep",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "stop_mim", "sweep", "quiet-or-loud", "--scale", "seconds", "--seeds", "0"]
+    options = [
+        "--variants",
+        "loud",
+        "--out",
+        "out",
+        "--speed.device",
+        "cpu",
+        "--speed.workers",
+        "0",
+        "--optim.lr",
+        "1e-4",
+    ]
+    ended = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["unfinished"] == []
+    scores = summary["variants"]["loud"]["scores"]
+    assert {"count/clevr/top1", "distance/clevr/top1", "health/A_norm"} <= set(scores)
+    config = json.loads((tmp_path / "out" / "loud" / "seed-0" / "config.json").read_text())
+    assert (config["optim"]["lr"], config["positions"]["sigma"], config["speed"]["device"]) == (1e-4, 1.0, "cpu")
+
+
+def test_failed_runs_are_named_and_retried_on_demand(stand_in, console):
+    Path("order-seed-0").write_text("refuse")
+    Path("order-seed-1").write_text("die")
+    result = run_sweep("mini", mini_config(), console=console)
+    assert set(result.summary.failed) == {"noisy/seed-0", "noisy/seed-1"}
+    assert result.summary.failed["noisy/seed-0"] == "data is not given: add --data."
+    assert "SIGKILL" in result.summary.failed["noisy/seed-1"]
+    assert "noisy/seed-0 failed: data is not given" in console.file.getvalue()
+    assert result.summary.scores["fixed"]["linear/top1"].by_seed == {0: 5.0, 1: 6.0}
+    before = stand_in()
+    assert run_sweep("mini", mini_config(), console=console).summary.failed
+    assert stand_in() == before, "neither finished nor failed runs run again"
+    Path("order-seed-0").unlink()
+    Path("order-seed-1").unlink()
+    again = run_sweep("mini", mini_config(retry_failed=True), console=console)
+    assert again.summary.failed == {}
+    assert again.summary.scores["noisy"]["linear/top1"].difference.n == 2
+
+
+@pytest.fixture
+def _late_signals_are_harmless():
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_late_signals_are_harmless")
+@pytest.mark.parametrize("launch", ["local", "submitit"])
+def test_an_interrupted_sweep_lets_runs_save_and_continues(stand_in, console, launch):
+    if launch == "submitit":
+        pytest.importorskip("submitit")
+    Path("order-seed-0").write_text("wait")
+
+    def interrupt():
+        while not Path("out/noisy/seed-0/waits").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    config = {"seeds": (0,), "variants": ("noisy",), "launch": launch}
+    stopped = run_sweep("mini", mini_config(**config), console=console)
+    assert stopped.interrupted_by == "SIGTERM"
+    assert (stopped.summary.failed, stopped.summary.unfinished) == ({}, ["noisy/seed-0"])
+    assert Path("out/noisy/seed-0/saved").exists()
+    Path("order-seed-0").unlink()
+    done = run_sweep("mini", mini_config(**config), console=console)
+    assert (done.interrupted_by, done.summary.unfinished) == (None, [])
+    assert [line.split()[0] for line in stand_in()] == ["evaluate", "pretrain", "resume"]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_an_error_of_the_sweep_lets_runs_save(console, monkeypatch):
+    def full(*arguments):
+        while not Path("out/noisy/seed-0/waits").exists():
+            time.sleep(0.05)
+        raise OSError("full")
+
+    Path("order-seed-0").write_text("wait")
+    monkeypatch.setattr("stop_mim.sweeps.run.record", full)
+    with pytest.raises(OSError, match="full"):
+        run_sweep("mini", mini_config(side_by_side=2), console=console)
+    assert Path("out/noisy/seed-0/saved").exists()
+
+
+def test_what_a_killed_process_left_is_removed(stand_in, console):
+    run_sweep("mini", mini_config(variants=("noisy",)), console=console)
+    left = Path("out/fixed/seed-0/.config.json.x7")
+    left.parent.mkdir(parents=True)
+    left.touch()
+    assert run_sweep("mini", mini_config(), console=console).summary.unfinished == []
+    assert not left.exists()
+
+
+def test_runs_side_by_side_share_the_cores(stand_in, console, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    run_sweep("mini", mini_config(side_by_side=2, seeds=(0,)), console=console)
+    assert {line.split()[-1] for line in stand_in()} == {"4"}
+
+
+def test_gpus_are_dealt_out(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    shared = {"OMP_NUM_THREADS": "4"}
+    assert places(2, "auto", {}) == [{"CUDA_VISIBLE_DEVICES": name, **shared} for name in "0101"]
+    given = {"CUDA_VISIBLE_DEVICES": "5,7", "OMP_NUM_THREADS": "3"}
+    assert places(1, "cuda", given) == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]
+    assert places(4, "cuda:1", {}) == [shared] * 4
+    assert places(1, "cpu", {}) == [{}]
+
+
+def test_a_dry_run_prints_grid_and_commands_and_estimates_from_finished_runs(stand_in, console):
+    run_sweep("mini", mini_config(dry_run=True), console=console)
+    assert not Path("out").exists()
+    shown = console.file.getvalue()
+    for words in ("fixed (baseline)", "positions.sigma 1.0", "stop-mim pretrain demo", "stop-mim evaluate out/noisy"):
+        assert words in shown
+    run_sweep("mini", mini_config(variants=("fixed",)), console=console)
+    run_sweep("mini", mini_config(dry_run=True), console=console)
+    # Two runs are left, of 40 steps of 8 images at 16 images a second.
+    assert "Runs to do: 2, 1 at a time: about 0.7 minutes" in console.file.getvalue()
+
+
+def test_a_directory_is_for_one_sweep_at_a_time(stand_in, console):
+    run_sweep("mini", mini_config(seeds=(0,)), console=console)
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(InputError, match="Another sweep runs in out"):
+            run_sweep("mini", mini_config(), console=console)
+        other.kill()
