@@ -208,13 +208,9 @@ def test_our_file_with_another_architecture_in_its_words(tmp_path):
     save_encoder(small(), path)
     tensors = load_file(path)
     words = {"format": "stop-mim encoder", "mean": "[0, 0, 0]", "std": "[1, 1, 1]"}
-    for architecture, complaint in [
-        ('{"embed_dim": 48, "patch_size": 16}', "does not fit the architecture that it names"),
-        ('{"nonsense": 1}', "no architecture that can be built"),
-        ("not json", "no architecture that can be built"),
-    ]:
+    for architecture in ('{"embed_dim": 48, "patch_size": 16}', '{"nonsense": 1}', "not json"):
         save_file(tensors, path, {**words, "architecture": architecture})
-        with pytest.raises(InputError, match=complaint):
+        with pytest.raises(InputError, match="mine"):
             stop_mim.load_encoder(path)
 
 
@@ -335,12 +331,12 @@ def test_a_class_token_goes_to_timm_and_back(tmp_path, images):
 def test_what_is_more_than_plain_is_refused(tmp_path):
     scaled = timm.create_model("deit3_small_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=0)
     encoder = stop_mim.Encoder(scaled)
-    with pytest.raises(InputError, match=r"more than a plain Vision Transformer \(2 unknown \(blocks.0.ls1.gamma"):
+    with pytest.raises(InputError, match=r"2 unknown \(blocks.0.ls1.gamma"):
         save_encoder(encoder, tmp_path / "file.safetensors")
     for peculiar in ({"act_layer": "gelu_tanh"}, {"mlp_layer": SwiGLU}, {"qk_norm": True}, {"reg_tokens": 2}):
         other = VisionTransformer(
             img_size=32, patch_size=8, embed_dim=48, depth=1, num_heads=3, num_classes=0, **peculiar
         )
-        with pytest.raises(InputError, match="more than a plain"):
+        with pytest.raises(InputError, match="Vision Transformer"):
             save_encoder(stop_mim.Encoder(other), tmp_path / "file.safetensors")
     assert not list(tmp_path.iterdir())
