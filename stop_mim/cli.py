@@ -30,7 +30,7 @@ from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.registry import Registry, load_plugins
 
 if TYPE_CHECKING:
-    from stop_mim.training.loop import TrainResult
+    from stop_mim.training.pretrain import TrainResult
 
 try:
     # Not public yet. Without it, tyro prints its own message and exits with the same code.
@@ -121,7 +121,7 @@ class Pretrain:
     run: Annotated[Any, arg(constructor_factory=lambda: _recipes(PretrainOptions), name="")]
 
     def __call__(self) -> None:
-        from stop_mim.training.loop import train
+        from stop_mim.training.pretrain import train
 
         more: dict[str, Any] = {}
         if self.run.init is not None:
@@ -145,7 +145,7 @@ class Resume:
     """Stop and save after this step of the whole run."""
 
     def __call__(self) -> None:
-        from stop_mim.training.loop import resume
+        from stop_mim.training.pretrain import resume
 
         _report_end(resume(self.run, self.checkpoint, self.speed, self.stop_after_steps))
 

@@ -16,7 +16,7 @@ from PIL import Image
 from stop_mim.cli import COMMANDS, main
 from stop_mim.errors import TrainingDiverged
 from stop_mim.training import loop
-from stop_mim.training.loop import TrainResult
+from stop_mim.training.pretrain import TrainResult
 from stop_mim.training.recipes import RECIPES
 
 TINY = [

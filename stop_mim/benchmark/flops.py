@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from stop_mim.masking import Masks
-from stop_mim.training.build import build_objective
+from stop_mim.models.build import build_objective
 from stop_mim.training.config import TrainConfig
 
 

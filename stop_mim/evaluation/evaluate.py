@@ -28,7 +28,7 @@ from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder
 from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.files import require_writable
 from stop_mim.training.distributed import Ranks, process_group, wait_for_all
-from stop_mim.training.progress import ProgressDisplay
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.run_folder import environment
 
 

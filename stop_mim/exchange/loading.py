@@ -32,7 +32,7 @@ from stop_mim.models.encoder import (
 from stop_mim.models.hub_encoder import load_hub_encoder
 from stop_mim.registry import Registry
 from stop_mim.seeds import derive_seed
-from stop_mim.training.build import build_encoder
+from stop_mim.models.build import build_encoder
 from stop_mim.training.checkpoint import FILE_FORMAT as CHECKPOINT_FORMAT
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.run_folder import RunFolder

@@ -15,7 +15,7 @@ from typing import Any
 
 from stop_mim.errors import MissingExtra
 from stop_mim.sweeps.plan import Job, SweepConfig
-from stop_mim.training.interruption import Interruption, catch_interruption
+from stop_mim.training.trainer import Interruption, catch_interruption
 
 PROGRAM = (sys.executable, "-m", "stop_mim")
 POLL_SECONDS = 0.2

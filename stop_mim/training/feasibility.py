@@ -5,7 +5,7 @@ import torch
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder
 from stop_mim.training.acceleration import require_possible
-from stop_mim.training.build import build_objective
+from stop_mim.models.build import build_objective
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks
 

@@ -23,7 +23,7 @@ from stop_mim.errors import InputError
 from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed
 from stop_mim.training.acceleration import accelerate, autocast_for
-from stop_mim.training.build import build_objective
+from stop_mim.models.build import build_objective
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics

@@ -20,7 +20,7 @@ from stop_mim.analysis.runs import RunRecords, open_run, read_records
 from stop_mim.errors import InputError
 from stop_mim.evaluation.features import pooled_features
 from stop_mim.masking import Masks
-from stop_mim.training.build import build_objective
+from stop_mim.models.build import build_objective
 from stop_mim.training.config import MaskConfig, ObjectiveConfig
 
 N_PATCHES = GRID[0] * GRID[1]

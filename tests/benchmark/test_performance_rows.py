@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from stop_mim.benchmark.config import BenchConfig
-from stop_mim.training.build import build_masks, build_objective
+from stop_mim.masking import build_masks
+from stop_mim.models.build import build_objective
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "performance.py"
 

@@ -8,7 +8,8 @@ import torch
 
 from stop_mim.benchmark.comparison import FOLDER, Setting
 from stop_mim.benchmark.flops import TokenCounts
-from stop_mim.training.build import build_masks, build_objective
+from stop_mim.masking import build_masks
+from stop_mim.models.build import build_objective
 from stop_mim.training.config import EncoderConfig, MaskConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 CONFIG = TrainConfig(

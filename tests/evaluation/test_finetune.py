@@ -42,7 +42,7 @@ from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.loop import TrainingDiverged
+from stop_mim.errors import TrainingDiverged
 
 RICH = replace(PLAIN, drop_path=0.3, mixup=0.8, cutmix=1.0, label_smoothing=0.1, erasing_probability=0.5)
 

@@ -44,7 +44,7 @@ from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import Checkpoint
 from stop_mim.training.distributed import reduce_mean, share
-from stop_mim.training.loop import TrainingDiverged
+from stop_mim.errors import TrainingDiverged
 from stop_mim.training.schedules import warmup_cosine
 
 HEAD_STD = 2e-5

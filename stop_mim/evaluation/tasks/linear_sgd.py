@@ -27,7 +27,7 @@ from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import Checkpoint
 from stop_mim.training.distributed import reduce_mean, share
-from stop_mim.training.loop import TrainingDiverged
+from stop_mim.errors import TrainingDiverged
 from stop_mim.training.schedules import cosine
 
 MOMENTUM = 0.9
