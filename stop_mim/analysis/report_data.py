@@ -26,7 +26,7 @@ from stop_mim.analysis.predictions import (
 )
 from stop_mim.analysis.runs import AnalysedRun, RunRecords, check_same_grid, open_run, read_records
 from stop_mim.analysis.similarity import similarity_maps
-from stop_mim.data.images import BadImage, decode_image
+from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.errors import InputError
 from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Positions, StochasticPositions

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from stop_mim.benchmark.flops import TokenCounts
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.loader import Loader
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
@@ -19,7 +18,7 @@ from stop_mim.training.acceleration import CapturedStep, accelerate, autocast_fo
 from stop_mim.training.build import build_objective
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks, choose_device
-from stop_mim.training.inputs import StepInputs
+from stop_mim.training.inputs import Loader, StepInputs
 from stop_mim.training.progress import ProgressDisplay
 from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser

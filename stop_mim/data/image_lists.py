@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from jaxtyping import Int, Int64
 
+from stop_mim.data.decode import IMAGE_EXTENSIONS
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.images import IMAGE_EXTENSIONS
 from stop_mim.errors import InputError
 from stop_mim.seeds import seeded_generator
 

@@ -18,10 +18,10 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from stop_mim.data.folders import sub_folders
+from stop_mim.data.decode import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, decode_image, image_size, quieten_pillow
 from stop_mim.data.image_source import digest
-from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, decode_image, image_size, quieten_pillow
-from stop_mim.data.scenes import RENDERER_VERSION, SMALLEST_SIZE, SceneVideo, render_video
+from stop_mim.data.scenes import RENDERER_VERSION, SMALLEST_SIZE, SceneVideo, parse_options, render_video
+from stop_mim.data.sources.folder import sub_folders
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import write_atomically
 
@@ -229,7 +229,7 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> Vid
     """
     kind, _, options = name.partition(":")
     if kind == "scenes":
-        chosen = _scene_options(options)
+        chosen = parse_options(options, _SCENE_OPTIONS, _LEAST)
         count = chosen.pop("count")
         return VideoSet(name, [SceneClip(index, **chosen) for index in range(count)])
     folder = Path(name).expanduser()
@@ -299,18 +299,6 @@ def _sequence_of(line: str, path: Path) -> str:
     if name in ("", ".", "..") or "\\" in name:
         raise InputError(f"{path} has the line '{line.strip()}', which names no sequence: write one name a line.")
     return name
-
-
-def _scene_options(options: str) -> dict[str, int]:
-    chosen = dict(_SCENE_OPTIONS)
-    for option in filter(None, options.split(",")):
-        key, _, value = option.partition("=")
-        if key not in chosen:
-            raise InputError(f"The videos of scenes have no option '{key}': choose among {', '.join(chosen)}.")
-        if not value.isdecimal() or int(value) < _LEAST[key]:
-            raise InputError(f"The option {key} of scenes is '{value}': give a whole number of at least {_LEAST[key]}.")
-        chosen[key] = int(value)
-    return chosen
 
 
 def read_mask(path: Path, max_pixels: int = MAX_PIXELS, white: int = 1) -> UInt8[Tensor, "height width"]:

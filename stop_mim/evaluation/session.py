@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from stop_mim.data.decoded import DecodedSource
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.labelled import DecodedSource, LabelledSet
 from stop_mim.data.loader import Progress, common_size, resident_budget
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.encoders import NamedEncoder

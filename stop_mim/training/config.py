@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stop_mim.data.augment import AugmentConfig
-from stop_mim.data.loader import Decode, LoaderMode
+from stop_mim.data.batches import Decode, LoaderMode
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import EncoderSize
 from stop_mim.models.ijepa import TargetResolution

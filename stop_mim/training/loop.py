@@ -10,7 +10,6 @@ from rich.console import Console
 from torch import Tensor
 
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.loader import choices_of
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import save_encoder
@@ -31,7 +30,7 @@ from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks, any_rank, broadcast, process_group, share, wait_for_all
 from stop_mim.training.feasibility import require_effects
 from stop_mim.training.health import HealthMonitor, HealthSigns, measure_health
-from stop_mim.training.inputs import StepInputs, load_as_before
+from stop_mim.training.inputs import StepInputs, choices_of, load_as_before
 from stop_mim.training.interruption import Interruption, catch_interruption
 from stop_mim.training.interval import Interval
 from stop_mim.training.online_probe import OnlineProbe, ProbeData, make_probe, open_probe_data

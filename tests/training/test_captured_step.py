@@ -25,7 +25,7 @@ from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, CapturedStep, a
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig, SpeedConfig
 from stop_mim.training.loop import resume, train
-from stop_mim.training.prefetch import prefetched
+from stop_mim.data.lookahead import prefetched
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.step import TrainingStep, read_outcomes
 
