@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
@@ -19,10 +19,11 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from stop_mim.data.augment import RandomCrop, TestView, View, draw
+from stop_mim.data.augment import TestView, View, draw
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.decode import (
     BadImage,
+    Box,
     GpuDecoder,
     OpenedImage,
     bounded_groups,
@@ -54,6 +55,10 @@ PIECES_AHEAD = 4
 _READ_TOGETHER, _CUT_TOGETHER = 32, 2**17
 _GPU_BATCHES_AHEAD = 3
 _COPIES_AHEAD = 2
+
+
+Bad = tuple[int, str]
+"""The place of a bad image, and its description."""
 
 
 class Batch(NamedTuple):
@@ -156,10 +161,12 @@ class Batches:
     def _open(
         self, placement: Placement, progress: Progress | None, replace_bad: bool
     ) -> "_Resident | _Streamed | _GpuDecoded":
-        if choose_mode(self.source, self.order, placement, self.device, self.view) == "resident":
-            stored = self._store(placement, progress)
-            # A test view must not see squashed images.
-            if not (stored.sizes and isinstance(self.view, TestView) and self.view.stored_size is None):
+        size = common_size(self.source, self.order.images)
+        mode = choose_mode(self.source, self.order, placement, self.device, size)
+        # A test view must not see squashed images.
+        if mode == "resident" and (size or self.view.stored_size) is not None:
+            stored = self._store(placement, size, progress)
+            if not stored.sizes or self.view.stored_size is not None:
                 for index, reason in stored.bad.items():
                     self.bad_images.add(str(BadImage(self.source.describe(index), reason)))
                 return self._resident(stored, placement, replace_bad)
@@ -169,9 +176,8 @@ class Batches:
             return _GpuDecoded(cutter, self.device, placement.workers, decoder)
         return _Streamed(cutter, self.device, placement.workers, self.order.batch_size, self.n_images, obstacle)
 
-    def _store(self, placement: Placement, progress: Progress | None) -> StoredImages:
+    def _store(self, placement: Placement, common: tuple[int, int] | None, progress: Progress | None) -> StoredImages:
         needed = self.view.stored_size
-        common = common_size(self.source, self.order.images)
         is_larger = common is not None and needed is not None and common[0] * common[1] > needed[0] * needed[1]
         size = needed if common is None or (placement.shrink and is_larger) else common
         assert size is not None
@@ -230,16 +236,14 @@ class Batches:
 
 
 def choose_mode(
-    source: ImageSource, order: Order, placement: Placement, device: torch.device, view: View | None = None
+    source: ImageSource, order: Order, placement: Placement, device: torch.device, size: tuple[int, int] | None
 ) -> Literal["resident", "streaming"]:
-    """Return resident if images have one size, so that nothing is lost, and fit; for one pass only if they are decoded.
+    """Return the mode that is asked for; auto is resident if images have one size, so that nothing is lost, and fit.
 
-    For one pass, images are worth storing if they are in memory or belong in the cache of decoded images.
+    For one pass, images are worth storing only if they are in memory or belong in the cache of decoded images.
     """
-    size = common_size(source, order.images)
     if placement.mode != "auto":
-        impossible = size is None and view is not None and view.stored_size is None
-        return "streaming" if impossible else placement.mode
+        return placement.mode
     if size is None:
         return "streaming"
     if order.length is not None:
@@ -324,94 +328,67 @@ class ImageCutter:
     def __init__(self, source: ImageSource, view: View, seed: int, replace_bad: bool) -> None:
         self.source, self.view, self.seed, self.replace_bad = source, view, seed, replace_bad
 
-    def fill(
-        self, crops: UInt8[Tensor, "n height width 3"], epoch: int, indices: Sequence[int]
-    ) -> list[tuple[int, str]]:
-        """Write the part of each image that the view shows; return (place, description) of bad images."""
-        bad: list[tuple[int, str]] = []
+    def fill(self, crops: UInt8[Tensor, "n height width 3"], epoch: int, indices: Sequence[int]) -> list[Bad]:
+        """Write what the view shows of each image; return the bad images, by their place."""
+        bad: list[Bad] = []
         for start in range(0, len(indices), _READ_TOGETHER):
             group = indices[start : start + _READ_TOGETHER]
             found = self._fill_group(crops[start : start + len(group)], epoch, group)
             bad += [(start + place, description) for place, description in found]
         return bad
 
-    def _fill_group(self, crops: Tensor, epoch: int, indices: Sequence[int]) -> list[tuple[int, str]]:
-        bad: list[tuple[int, str]] = []
+    def _fill_group(self, crops: Tensor, epoch: int, indices: Sequence[int]) -> list[Bad]:
+        bad: list[Bad] = []
         opened: dict[int, OpenedImage] = {}
         for place, index in enumerate(indices):
             try:
-                opened[place] = self.source.open(index)
+                image: OpenedImage | None = self.source.open(index)
             except BadImage as error:
-                self._skip(place, index, error, opened, bad)
-        if isinstance(self.view, TestView):
-            self._cut_test_views(self.view, crops, indices, opened, bad)
-        else:
-            self._cut_boxes(self.view, crops, epoch, indices, opened, bad)
+                image = self._instead(place, index, error, bad)
+            if image is not None:
+                opened[place] = image
+        boxes, decoded, pixels = self.boxes(epoch, indices, opened), {}, 0
+        # Decoding and cutting take turns as rarely as the caches allow: image by image, small ones take a third longer.
+        for place, image in opened.items():
+            try:
+                decoded[place] = self._decode(image, boxes[place])
+            except BadImage as error:
+                other = self._instead(place, indices[place], error, bad)
+                if other is None:
+                    continue
+                decoded[place] = self._decode(other, self.boxes(epoch, indices, {place: other})[place])
+            pixels += decoded[place][0].shape[0] * decoded[place][0].shape[1]
+            if pixels >= _CUT_TOGETHER:
+                self._cut(crops, decoded)
+                decoded, pixels = {}, 0
+        self._cut(crops, decoded)
         return bad
 
-    def _skip(
-        self, place: int, index: int, error: BadImage, opened: dict[int, OpenedImage], bad: list[tuple[int, str]]
-    ) -> None:
-        opened.pop(place, None)
+    def _instead(self, place: int, index: int, error: BadImage, bad: list[Bad]) -> OpenedImage | None:
         bad.append((place, str(error)))
-        if self.replace_bad:
-            opened[place], others = first_good(self.source, (index + 1) % len(self.source))
-            bad += [(place, description) for description in others]
+        if not self.replace_bad:
+            return None
+        other, also_bad = first_good(self.source, (index + 1) % len(self.source))
+        bad += [(place, description) for description in also_bad]
+        return other
 
-    def _cut_test_views(
-        self,
-        view: TestView,
-        crops: Tensor,
-        indices: Sequence[int],
-        opened: dict[int, OpenedImage],
-        bad: list[tuple[int, str]],
-    ) -> None:
-        for place in list(opened):
-            try:
-                pixels = opened.pop(place).decode()
-            except BadImage as error:
-                self._skip(place, indices[place], error, opened, bad)
-                if place not in opened:
-                    continue
-                pixels = opened.pop(place).decode()
-            crops[place] = view.cut(pixels.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
+    def boxes(self, epoch: int, indices: Sequence[int], opened: Mapping[int, OpenedImage]) -> dict[int, Box]:
+        """Return the part that the view shows of each image, by its place in `indices`."""
+        if isinstance(self.view, TestView) or not opened:
+            return {place: (0, 0, *image.size) for place, image in opened.items()}
+        draws = draw(self.seed, epoch, torch.tensor([indices[place] for place in opened]))
+        boxes = self.view.boxes(torch.tensor([image.size for image in opened.values()]), draws).tolist()
+        return {place: (box[0], box[1], box[2], box[3]) for place, box in zip(opened, boxes, strict=True)}
 
-    def _cut_boxes(
-        self,
-        view: RandomCrop,
-        crops: Tensor,
-        epoch: int,
-        indices: Sequence[int],
-        opened: dict[int, OpenedImage],
-        bad: list[tuple[int, str]],
-    ) -> None:
-        draws, size = draw(self.seed, epoch, torch.tensor(indices)), (crops.shape[1], crops.shape[2])
-        places = list(opened)
-        sizes = torch.tensor([opened[place].size for place in places]).view(-1, 2)
-        boxes = view.boxes(sizes, draws[places]).tolist()
-        parts, pixels = [], 0
-        # Decoding and cutting take turns as rarely as the caches allow: image by image, small ones take a third longer.
-        for place, box in zip(places, boxes, strict=True):
-            try:
-                parts.append((place, *opened.pop(place).decode_part(tuple(box), size)))
-            except BadImage as error:
-                self._skip(place, indices[place], error, opened, bad)
-                if place not in opened:
-                    continue
-                other = opened.pop(place)
-                box = view.boxes(torch.tensor([other.size]), draws[[place]])[0].tolist()
-                parts.append((place, *other.decode_part(tuple(box), size)))
-            pixels += parts[-1][1].shape[0] * parts[-1][1].shape[1]
-            if pixels >= _CUT_TOGETHER:
-                _cut_into(crops, parts)
-                parts, pixels = [], 0
-        _cut_into(crops, parts)
+    def _decode(self, image: OpenedImage, box: Box) -> tuple[Tensor, Box]:
+        return (image.decode(), box) if isinstance(self.view, TestView) else image.decode_part(box, self.view.size)
 
-
-def _cut_into(crops: UInt8[Tensor, "n height width 3"], parts: Sequence[tuple[int, Tensor, tuple[int, ...]]]) -> None:
-    size = (crops.shape[1], crops.shape[2])
-    for place, pixels, box in parts:
-        crops[place] = cut(pixels, box, size)  # type: ignore[arg-type]
+    def _cut(self, crops: Tensor, decoded: Mapping[int, tuple[Tensor, Box]]) -> None:
+        for place, (pixels, box) in decoded.items():
+            if isinstance(self.view, TestView):
+                crops[place] = self.view.cut(pixels.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
+            else:
+                crops[place] = cut(pixels, box, self.view.size)
 
 
 class _Slots:
@@ -468,7 +445,7 @@ class _FillSlot:
     def __init__(self, cutter: ImageCutter, pixels: UInt8[Tensor, "slots piece height width 3"]) -> None:
         self.cutter, self.pixels = cutter, pixels
 
-    def __call__(self, request: tuple[int, int, list[int]]) -> tuple[int, list[tuple[int, str]]]:
+    def __call__(self, request: tuple[int, int, list[int]]) -> tuple[int, list[Bad]]:
         slot, epoch, indices = request
         return slot, self.cutter.fill(self.pixels[slot, : len(indices)], epoch, indices)
 
@@ -484,11 +461,10 @@ class _Streamed:
         self.description += f" (not on the GPU: {obstacle})" if obstacle else ""
 
     def read(self, requests: Iterator[_Request]) -> Generator[_Read, None, None]:
-        piece, size = min(PIECE, self.batch_size), self.cutter.view.size
+        piece = min(PIECE, self.batch_size)
         ahead = max(PIECES_AHEAD * self.workers, 2 * -(-self.batch_size // piece)) if self.workers else 0
         taken: deque[_Request] = deque()
-        with ExitStack() as stack:
-            slots = stack.enter_context(_Slots(ahead + 2, piece, size, self.device, shared=self.workers > 0))
+        with _Slots(ahead + 2, piece, self.cutter.view.size, self.device, shared=self.workers > 0) as slots:
 
             def pieces() -> Iterator[tuple[int, int, list[int]]]:
                 numbers = count()
@@ -498,37 +474,22 @@ class _Streamed:
                         yield slots.next(next(numbers)), request.epoch, part.tolist()
 
             workers = Workers(_FillSlot(self.cutter, slots.pixels), self.workers, ahead)
-            filled = stack.enter_context(closing(workers.results(pieces())))
-            for slot, bad in filled:
-                # With no workers, a request is taken when its first piece is asked for.
-                request = taken.popleft()
-                yield self._collect(request, slots, piece, slot, bad, filled)
-
-    def _collect(
-        self,
-        request: _Request,
-        slots: _Slots,
-        piece: int,
-        slot: int,
-        bad: list[tuple[int, str]],
-        filled: Iterator[tuple[int, list[tuple[int, str]]]],
-    ) -> _Read:
-        """Copy the pieces of a batch to the device; the first is filled already."""
-        total = len(request.indices)
-        pixels = torch.empty(total, *slots.pixels.shape[2:], dtype=torch.uint8, device=self.device)
-        all_bad: list[tuple[int, str]] = []
-        for start in range(0, total, piece):
-            if start:
-                slot, bad = next(filled)
-            slots.copy(slot, pixels[start : start + piece])
-            all_bad += [(start + place, description) for place, description in bad]
-        return _as_read(request, pixels.permute(0, 3, 1, 2), all_bad, self.cutter.replace_bad, self.device)
+            with closing(workers.results(pieces())) as filled:
+                for first in filled:
+                    request, bad = taken.popleft(), list[Bad]()
+                    shape = (len(request.indices), *slots.pixels.shape[2:])
+                    pixels = torch.empty(shape, dtype=torch.uint8, device=self.device)
+                    for start in range(0, len(pixels), piece):
+                        slot, found = next(filled) if start else first
+                        slots.copy(slot, pixels[start : start + piece])
+                        bad += [(start + place, description) for place, description in found]
+                    yield _as_read(request, pixels.permute(0, 3, 1, 2), bad, self.cutter.replace_bad, self.device)
 
 
 def _as_read(
     request: _Request,
     pixels: UInt8[Tensor, "batch 3 height width"],
-    bad: list[tuple[int, str]],
+    bad: list[Bad],
     replace_bad: bool,
     device: torch.device,
 ) -> _Read:
@@ -590,7 +551,7 @@ class _GpuDecoded:
         rest = [place for place in range(len(opened)) if place not in images]
         on_cpu = self._cut_on_cpu(request, rest, readers)
         failed = self._cut_on_gpu(request, images, pixels)
-        bad: list[tuple[int, str]] = []
+        bad: list[Bad] = []
         for places, crops, skipped in on_cpu + self._cut_on_cpu(request, failed, readers):
             found = skipped.result()
             pixels[torch.tensor(places, device=self.device)] = crops.permute(0, 3, 1, 2).to(self.device)
@@ -599,14 +560,10 @@ class _GpuDecoded:
 
     def _cut_on_gpu(self, request: _Request, images: Mapping[int, OpenedImage], pixels: Tensor) -> list[int]:
         """Decode and cut images into their places; return the places of those that fail."""
-        places, view = list(images), self.cutter.view
-        if not places or isinstance(view, TestView):
-            return places
-        draws = draw(self.cutter.seed, request.epoch, request.indices[places])
-        sizes = [images[place].size for place in places]
-        boxes = view.boxes(torch.tensor(sizes), draws).tolist()
+        places = list(images)
+        boxes = self.cutter.boxes(request.epoch, request.indices.tolist(), images)
         failed: list[int] = []
-        for group in bounded_groups(sizes):
+        for group in bounded_groups([image.size for image in images.values()]):
             if self.device.type == "cuda":
                 # The decoder writes at once, into memory that earlier work of this stream may still have to read.
                 torch.cuda.current_stream(self.device).synchronize()
@@ -614,13 +571,13 @@ class _GpuDecoded:
             good = {at: image for at, image in zip(group, decoded, strict=True) if image is not None}
             failed += [places[at] for at in group if at not in good]
             if good:
-                crops = cut_each(list(good.values()), [tuple(boxes[at]) for at in good], view.size)
+                crops = cut_each(list(good.values()), [boxes[places[at]] for at in good], self.cutter.view.size)
                 pixels[torch.tensor([places[at] for at in good], device=self.device)] = crops
         return failed
 
     def _cut_on_cpu(
         self, request: _Request, places: list[int], readers: ThreadPoolExecutor
-    ) -> list[tuple[list[int], Tensor, "Future[list[tuple[int, str]]]"]]:
+    ) -> list[tuple[list[int], Tensor, Future[list[Bad]]]]:
         at_a_time = max(1, _READ_TOGETHER // 4)
         jobs = []
         for group in (places[start : start + at_a_time] for start in range(0, len(places), at_a_time)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from stop_mim.data.augment import RandomCrop, TestView, WholeImage
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batches, LoaderMode, Placement, choose_mode
-from stop_mim.data.image_source import ImageSource, digest
+from stop_mim.data.image_source import ImageSource, common_size, digest
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
@@ -136,7 +136,8 @@ def reading_mode(
 ) -> Literal["resident", "streaming"]:
     """Return resident if the images have one size and fit into memory."""
     order = ShuffledOrder(data.indices, 1)
-    return choose_mode(data.source, order, Placement(processes_on_host=processes_on_host), device)
+    size = common_size(data.source, data.indices)
+    return choose_mode(data.source, order, Placement(processes_on_host=processes_on_host), device, size)
 
 
 class _Bytes(TestView):

@@ -9,16 +9,19 @@ import time
 from contextlib import closing
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
-from painted_images import COUNT, Painted, bytes_of, read_colours, write_pictures
+from painted_images import COUNT, Painted, bytes_of, picture, read_colours, write_pictures
 from torchvision.transforms.v2 import CenterCrop, Compose, Resize
 
 from stop_mim.data import batches as batches_module
+from stop_mim.data import decode as decode_module
 from stop_mim.data import image_source
 from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, WholeImage
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.batches import Batches, Placement, choose_mode, resident_budget
+from stop_mim.data.batches import Batches, Placement, _GpuDecoded, choose_mode, resident_budget
+from stop_mim.data.decode import decode_image, gpu_obstacle
 from stop_mim.data.image_source import read_or_next
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
@@ -204,7 +207,9 @@ def test_test_views_are_those_of_torchvision_bit_by_bit(resize_to, sizes, in_mem
 
 def test_streamed_images_are_read_as_they_are_taken():
     source = Painted(250)
-    with closing(make(source, "streaming", order=SequentialOrder(250, 50), view=TestView((8, 8))).starting_at()) as views:
+    with closing(
+        make(source, "streaming", order=SequentialOrder(250, 50), view=TestView((8, 8))).starting_at()
+    ) as views:
         next(views)
         assert len(source.reads) == 50
         assert sum(len(batch.indices) for batch in views) == 200
@@ -246,7 +251,7 @@ def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
     for budget, mode in ((20 * 3 * 10 * 12, "resident"), (20 * 3 * 10 * 12 - 1, "streaming")):
         # It is the images of the order that have to fit.
         monkeypatch.setattr(batches_module, "resident_budget", lambda device, processes, budget=budget: budget)
-        assert choose_mode(one, some, Placement(), CPU) == mode
+        assert choose_mode(one, some, Placement(), CPU, (10, 12)) == mode
     monkeypatch.undo()
     monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert resident_budget(CPU, processes_on_host=4) == 1000 * 4096 // 16
@@ -254,10 +259,10 @@ def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
 
 def test_one_pass_is_resident_only_where_images_are_decoded_already(monkeypatch):
     order = SequentialOrder(60, 8)
-    assert choose_mode(Painted(in_memory=True), order, Placement(), CPU) == "resident"
-    assert choose_mode(Painted(), order, Placement(), CPU) == "streaming"
+    assert choose_mode(Painted(in_memory=True), order, Placement(), CPU, (10, 12)) == "resident"
+    assert choose_mode(Painted(), order, Placement(), CPU, (10, 12)) == "streaming"
     monkeypatch.setattr(batches_module, "is_cacheable", lambda *_: True)
-    assert choose_mode(Painted(), order, Placement(), CPU) == "resident"
+    assert choose_mode(Painted(), order, Placement(), CPU, (10, 12)) == "resident"
 
 
 def test_an_image_of_another_size_that_was_not_looked_at_is_squashed_but_never_for_a_test_view(monkeypatch):
@@ -324,7 +329,9 @@ def test_a_program_ends_with_its_workers_when_one_fails_or_nobody_closes_them():
 
 
 def test_workers_end_with_a_program_that_is_killed():
-    use = "next(batches); import multiprocessing; print(*[p.pid for p in multiprocessing.active_children()], flush=True)"
+    use = (
+        "next(batches); import multiprocessing; print(*[p.pid for p in multiprocessing.active_children()], flush=True)"
+    )
     program = run_program(use + "; import time; time.sleep(60)")
     program.stdout.readline()
     workers = [int(number) for number in program.stdout.readline().split()]
@@ -368,3 +375,131 @@ def test_a_gpu_shows_what_the_cpu_shows(mode, workers, budget, monkeypatch):
         assert ours.indices.equal(theirs.indices)
         assert ours.labels.equal(theirs.labels.cpu())
         torch.testing.assert_close(ours.images, theirs.images.cpu(), atol=1e-3, rtol=0)
+
+
+class StandIn:
+    """Decodes as nvJPEG would, all or nothing, and remembers what it was given."""
+
+    def __init__(self, refused=()):
+        self.refused, self.calls = refused, []
+
+    def __call__(self, encoded):
+        files = [bytes(file.numpy()) for file in encoded]
+        self.calls.append(files)
+        if any(file in self.refused for file in files):
+            raise RuntimeError("nvjpegDecodeBatched failed")
+        return [decode_image(file, "a") for file in files]
+
+    @property
+    def decoded(self):
+        return {file for files in self.calls if not set(files) & set(self.refused) for file in files}
+
+
+def decoded_by(decoder, source, workers=2, **options):
+    """Batches that are decoded as on a GPU."""
+    batches = make(source, "streaming", **options)
+    batches._reader = _GpuDecoded(batches._reader.cutter, CPU, workers, decoder)
+    return batches
+
+
+@pytest.fixture
+def jpegs(tmp_path):
+    return write_pictures(tmp_path / "set", 24, sizes=((30, 50), (31, 49), (36, 46)), kinds=("jpg",))
+
+
+def test_crops_that_are_decoded_on_a_gpu_are_those_of_the_cpu(jpegs):
+    source, decoder = open_source(str(jpegs)), StandIn()
+    expected = by_image(make(source, "streaming"), 6)
+    found = by_image(decoded_by(decoder, source), 6)
+    assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
+    assert decoder.decoded == {path.read_bytes() for path in jpegs.iterdir()}
+    whole = take(decoded_by(StandIn(), source), 6)
+    for first, workers in ((0, 0), (3, 4), (5, 1)):
+        (batch,) = take(decoded_by(StandIn(), source, workers), 1, first)
+        assert torch.equal(batch.images, whole[first].images)
+
+
+def test_what_a_gpu_cannot_decode_is_decoded_on_the_cpu(jpegs, monkeypatch):
+    upside_down = PIL.Image.Exif()
+    upside_down[0x0112] = 3
+    picture(0, 30, 40).convert("CMYK").save(jpegs / "0000.jpg")
+    picture(1, 30, 40).save(jpegs / "0001.jpg", exif=upside_down)
+    for number, kind in ((2, "png"), (3, "webp")):
+        (jpegs / f"{number:04d}.jpg").unlink()
+        picture(number, 30, 40).save(jpegs / f"{number:04d}.{kind}")
+    picture(4, 60, 60).save(jpegs / "0004.jpg")
+    monkeypatch.setattr(decode_module, "GPU_MAX_PIXELS", 36 * 46)
+    source = open_source(str(jpegs))
+    files = [source.encoded(index) for index in range(24)]
+    decoder = StandIn(refused=(files[7], files[20]))
+    expected, found = by_image(make(source, "streaming"), 3), by_image(decoded_by(decoder, source), 3)
+    assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
+    assert decoder.decoded == set(files[5:]) - set(decoder.refused)
+
+
+def test_bad_images_among_those_for_a_gpu_are_replaced_or_left_out(jpegs):
+    path = jpegs / "0007.jpg"
+    path.write_bytes(path.read_bytes()[:-200])
+    source = open_source(str(jpegs))
+    for replace_bad in (True, False):
+        bad_images = BadImages("set", 1000)
+        options = {"config": PLAIN, "bad_images": bad_images, "replace_bad": replace_bad}
+        expected = by_image(make(source, "streaming", **options), 3)
+        found = by_image(decoded_by(StandIn(), source, **options), 3)
+        assert found.keys() == expected.keys()
+        assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
+        assert len(bad_images) == 1
+        assert ((0, 7) in found) == replace_bad
+
+
+def test_a_gpu_decodes_jpegs_where_it_can_unless_many_workers_do(jpegs, tmp_path, monkeypatch):
+    gpu = torch.device("cuda", 0)
+
+    def find(decode, workers=2, source=None, device=gpu):
+        batches = make(source or open_source(str(jpegs)), "streaming")
+        batches.device = device
+        return batches._find_gpu_decoder(Placement("streaming", decode, workers))
+
+    monkeypatch.setattr(batches_module, "gpu_decoder", lambda device: abs)
+    assert [find("auto", workers)[0] for workers in (6, 7)] == [abs, None]
+    assert [find(decode, 8)[0] for decode in ("gpu", "cpu")] == [abs, None]
+    pictures = open_source(str(write_pictures(tmp_path / "png", 8)))
+    assert find("auto", source=pictures) == (None, f"the images of '{pictures.name}' are not stored as JPEGs")
+    monkeypatch.setattr(batches_module, "gpu_decoder", lambda device: None)
+    monkeypatch.setattr(batches_module, "gpu_obstacle", lambda device: "no nvJPEG")
+    assert "no nvJPEG" in find("auto")[1]
+    with pytest.raises(InputError, match="no nvJPEG"):
+        find("gpu")
+    assert find("auto", device=CPU) == (None, "")
+    with pytest.raises(InputError, match="the device is cpu"):
+        find("gpu", device=CPU)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(gpu_obstacle(torch.device("cuda", 0))),
+    reason="no GPU on which torchvision decodes JPEGs",
+)
+def test_a_gpu_decodes_as_the_cpu_does_and_survives_all_kinds_of_files(jpegs):
+    picture(0, 30, 40).convert("CMYK").save(jpegs / "0000.jpg")
+    picture(1, 30, 40).convert("L").save(jpegs / "0001.jpg")
+    picture(2, 30, 40).save(jpegs / "0002.jpg", progressive=True)
+    picture(3, 30, 40).save(jpegs / "0003.jpg", subsampling=0)
+    picture(4, 1, 1).save(jpegs / "0004.jpg")
+    damaged = bytearray((jpegs / "0005.jpg").read_bytes())
+    damaged[-60:-20] = bytes(40)
+    (jpegs / "0005.jpg").write_bytes(damaged)
+    source, gpu = open_source(str(jpegs)), torch.device("cuda", 0)
+    view, order = RandomCrop(AugmentConfig(), (16, 16)), ShuffledOrder(24, 8)
+    bad_images = BadImages("set", 10_000)
+    batches = Batches(source, order, view, Placement("streaming", "gpu"), gpu, bad_images=bad_images, replace_bad=True)
+    assert batches.choices == {"loader": "streaming", "decode": "gpu"}
+    expected, found = (
+        by_image(make(source, "streaming", config=AugmentConfig(), replace_bad=True), 6),
+        by_image(batches, 6),
+    )
+    for key, image in expected.items():
+        # Decoders interpolate colours differently, and what they make of a damaged file is their own affair.
+        assert key[1] == 5 or (found[key].cpu() - image).abs().mean() < 0.1
+    for first in (1, 5):
+        (batch,) = take(batches, 1, first)
+        assert torch.equal(batch.images, torch.stack([found[order.epoch_of(first), i] for i in batch.indices.tolist()]))

@@ -4,8 +4,8 @@ import pickle
 import numpy as np
 import PIL.Image
 import pytest
-
 from stop_mim.data.clevr import ClevrSource
+
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 

@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from stop_mim.data.images import BadImage
 from written_images import encoded, one_sentence, shades, write, write_parquet
 
 from stop_mim.data import parquets
-from stop_mim.data.images import BadImage
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 

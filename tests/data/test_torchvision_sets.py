@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchvision
 
-from stop_mim.data.images import BadImage
+from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 

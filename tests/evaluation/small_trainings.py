@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.decode import BadImage
+from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.evaluation.finetune import FinetuneConfig
 from stop_mim.evaluation.labelled_training import StateFile

@@ -20,12 +20,12 @@ from stepping import (
 )
 from tiny_run import CPU, tiny_config, write_images
 
+from stop_mim.data.lookahead import prefetched
 from stop_mim.masking import MultiBlockMasks
 from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, CapturedStep, accelerate, autocast_for
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig, SpeedConfig
 from stop_mim.training.loop import resume, train
-from stop_mim.data.lookahead import prefetched
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.step import TrainingStep, read_outcomes
 
