@@ -322,7 +322,7 @@ def test_scenes_are_the_drawn_clips():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("colour=3", "The videos of scenes have no option 'colour': choose among count, size, frames, seed"),
+        ("colour=3", "no option 'colour': choose among count, size, frames, seed"),
         ("count=0", "The option count of scenes is '0': give a whole number of at least 1"),
         ("size=16", "The option size of scenes is '16': give a whole number of at least 32"),
         ("frames=-3", "The option frames of scenes is '-3'"),
