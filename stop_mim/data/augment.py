@@ -353,16 +353,19 @@ class TestView:
             return resize(images, list(self.size), antialias=True)
         return center_crop(resize(images, [self.resize_to], antialias=True), list(self.size))
 
-    def of_whole(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h2 w2"]:
+    def of_whole(
+        self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None, original_sizes: Tensor | None = None
+    ) -> Float[Tensor, "b 3 h2 w2"]:
         """Return the view of whole images."""
         return self.of_cut(self.cut(images))
 
-    def of_cut(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
+    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None) -> Float[Tensor, "b 3 h w"]:
         """Return the view of images that were cut before."""
         return normalise(images, self.mean, self.std)
 
 
 View = RandomCrop | TestView
+# The name that evaluations still use.
 Augment = RandomCrop
 
 

@@ -146,16 +146,12 @@ class Batches:
                 yield self._batch(read)
 
     def _batch(self, read: _Read) -> Batch:
-        if isinstance(self.view, TestView):
-            is_whole = isinstance(self._reader, _Resident)
-            images = self.view.of_whole(read.pixels) if is_whole else self.view.of_cut(read.pixels)
+        draws = draw(self.seed, read.epoch, read.on_device)
+        if isinstance(self._reader, _Resident):
+            sizes = None if self._sizes is None else self._sizes[read.on_device]
+            images = self.view.of_whole(read.pixels, draws, sizes)
         else:
-            draws = draw(self.seed, read.epoch, read.on_device)
-            if isinstance(self._reader, _Resident):
-                sizes = None if self._sizes is None else self._sizes[read.on_device]
-                images = self.view.of_whole(read.pixels, draws, sizes)
-            else:
-                images = self.view.of_cut(read.pixels, draws)
+            images = self.view.of_cut(read.pixels, draws)
         return Batch(images, None if self._labels is None else self._labels[read.on_device], read.indices)
 
     def _open(
@@ -167,8 +163,8 @@ class Batches:
         if mode == "resident" and (size or self.view.stored_size) is not None:
             stored = self._store(placement, size, progress)
             if not stored.sizes or self.view.stored_size is not None:
-                for index, reason in stored.bad.items():
-                    self.bad_images.add(str(BadImage(self.source.describe(index), reason)))
+                for index in np.intersect1d(list(stored.bad), self.order.images).tolist():
+                    self.bad_images.add(str(BadImage(self.source.describe(index), stored.bad[index])))
                 return self._resident(stored, placement, replace_bad)
         cutter = ImageCutter(self.source, self.view, self.seed, replace_bad)
         decoder, obstacle = self._find_gpu_decoder(placement)
@@ -220,19 +216,20 @@ class Batches:
     def _find_gpu_decoder(self, placement: Placement) -> tuple[GpuDecoder | None, str]:
         """Return the decoder if JPEGs are to be decoded on the GPU; else None and what prevents it."""
         wanted = placement.decode
-        if wanted == "cpu" or (wanted == "auto" and placement.workers >= ENOUGH_WORKERS):
+        enough = wanted == "auto" and placement.workers >= ENOUGH_WORKERS
+        if wanted == "cpu" or enough or isinstance(self.view, TestView):
             return None, ""
-        decoder, obstacle = None, f"the device is {self.device}"
-        if isinstance(self.view, TestView):
-            return None, ""
-        if self.device.type == "cuda":
-            decoder = gpu_decoder(self.device) if are_jpegs(self.source) else None
+        decoder = None
+        if self.device.type != "cuda":
+            obstacle = f"the device is {self.device}"
+        elif not are_jpegs(self.source):
             obstacle = f"the images of '{self.source.name}' are not stored as JPEGs"
-            if decoder is None and are_jpegs(self.source):
-                obstacle = f"torchvision's decoder does not work there: {gpu_obstacle(self.device)}"
+        else:
+            decoder = gpu_decoder(self.device)
+            obstacle = f"torchvision's decoder does not work there: {gpu_obstacle(self.device)}"
         if wanted == "gpu" and decoder is None:
             raise InputError(f"speed.decode is gpu, but {obstacle}: choose auto or cpu.")
-        return decoder, obstacle if self.device.type == "cuda" else ""
+        return decoder, obstacle if self.device.type == "cuda" and decoder is None else ""
 
 
 def choose_mode(

@@ -143,7 +143,11 @@ def reading_mode(
 class _Bytes(TestView):
     """A test view that is not normalised."""
 
-    def of_cut(self, images: UInt8[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
+    def of_whole(self, images: UInt8[Tensor, "b 3 h w"], *_: Tensor | None) -> UInt8[Tensor, "b 3 h2 w2"]:
+        """Return the bytes of the view."""
+        return self.cut(images)
+
+    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], *_: Tensor | None) -> UInt8[Tensor, "b 3 h w"]:
         """Return the images themselves."""
         return images
 
@@ -167,7 +171,7 @@ def labelled_views(
     by_image = np.argsort(order.images)
     with closing(batches.starting_at()) as found:
         for images, _, numbers in found:
-            yield torch.from_numpy(by_image[np.searchsorted(order.images, numbers, sorter=by_image)]), images
+            yield torch.from_numpy(by_image[np.searchsorted(order.images, numbers.numpy(), sorter=by_image)]), images
 
 
 def DecodedSource(source: ImageSource, *_: object) -> ImageSource:
