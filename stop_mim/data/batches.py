@@ -10,13 +10,14 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from stop_mim.data.augment import TestView, View, draw
@@ -206,7 +207,7 @@ class Batches:
         origin = ", from the cache of decoded images" if stored.from_cache else ""
         return _Resident(
             pixels,
-            None if identity else torch.from_numpy(rows),
+            None if identity else torch.from_numpy(rows).to(pixels.device),
             dropped,
             self.device,
             self.order.batch_size,
@@ -271,21 +272,18 @@ def _is_jpeg(source: ImageSource, index: int) -> bool:
         return False
 
 
+@dataclass(frozen=True)
 class _Resident:
     """Whole images in memory; those that are not on the device are copied there ahead, through page-locked memory."""
 
-    def __init__(
-        self,
-        pixels: UInt8[Tensor, "n 3 height width"],
-        rows: Int[Tensor, " m"] | None,
-        dropped: Tensor | None,
-        device: torch.device,
-        batch_size: int,
-        description: str,
-    ) -> None:
-        self.pixels, self.dropped, self.device, self.batch_size = pixels, dropped, device, batch_size
-        self.rows = None if rows is None else rows.to(pixels.device)
-        self.description = description
+    pixels: UInt8[Tensor, "n 3 height width"]
+    rows: Int[Tensor, " m"] | None
+    """The row of each image of the source, on the device of the pixels; None if rows are images."""
+    dropped: Bool[Tensor, " m"] | None
+    """Whether an image of the source is left out; None if none is."""
+    device: torch.device
+    batch_size: int
+    description: str
 
     def read(self, requests: Iterator[_Request]) -> Generator[_Read, None, None]:
         if self.pixels.device.type != self.device.type:
@@ -297,20 +295,17 @@ class _Resident:
             yield _Read(epoch, indices, self.pixels[self._rows(on_device)], on_device)
 
     def _copied(self, requests: Iterator[_Request]) -> Generator[_Read, None, None]:
+        images, shape = self.pixels.numpy(), self.pixels.shape[1:]
         # One slot is filled and one copied, beside those that wait to be used.
-        slots = torch.empty(
-            _COPIES_AHEAD + 2, self.batch_size, *self.pixels.shape[1:], dtype=torch.uint8, pin_memory=True
-        )
-        copied = [torch.cuda.Event() for _ in slots]
-        images = self.pixels.numpy()
-        for turn, (epoch, wanted) in enumerate(requests):
-            indices, slot, done = self._good(wanted), slots[turn % len(slots)], copied[turn % len(slots)]
-            done.synchronize()
-            # numpy copies with this thread alone: torch would wake all cores, beside the thread that launches kernels.
-            np.take(images, self._rows(indices).numpy(), axis=0, out=slot[: len(indices)].numpy(), mode="clip")
-            pixels = slot[: len(indices)].to(self.device, non_blocking=True)
-            done.record()
-            yield _Read(epoch, indices, pixels, indices.to(self.device, non_blocking=True))
+        with _Slots(_COPIES_AHEAD + 2, (self.batch_size, *shape), self.device, shared=False) as slots:
+            for turn, (epoch, wanted) in enumerate(requests):
+                indices, slot = self._good(wanted), slots.next(turn)
+                # numpy copies with this thread alone: torch would wake all cores, beside the one that launches kernels.
+                filled = slots.pixels[slot, : len(indices)].numpy()
+                np.take(images, self._rows(indices).numpy(), axis=0, out=filled, mode="clip")
+                pixels = torch.empty(len(indices), *shape, dtype=torch.uint8, device=self.device)
+                slots.copy(slot, pixels)
+                yield _Read(epoch, indices, pixels, indices.to(self.device, non_blocking=True))
 
     def _good(self, indices: Int[Tensor, " batch"]) -> Int[Tensor, " _"]:
         return indices if self.dropped is None else indices[~self.dropped[indices]]
@@ -389,13 +384,13 @@ class ImageCutter:
 
 
 class _Slots:
-    """A ring of pieces of batches in shared, page-locked memory, which workers fill and this process copies.
+    """A ring of (parts of) batches in page-locked memory, from which they are copied to the device in the background.
 
-    New shared memory for every batch would cost a worker as much as resizing the images.
+    Workers fill shared slots: new shared memory for every batch would cost them as much as resizing the images.
     """
 
-    def __init__(self, count: int, piece: int, size: tuple[int, int], device: torch.device, shared: bool) -> None:
-        pixels = torch.empty(count, piece, *size, 3, dtype=torch.uint8)
+    def __init__(self, count: int, shape: tuple[int, ...], device: torch.device, shared: bool) -> None:
+        pixels = torch.empty(count, *shape, dtype=torch.uint8)
         self.pixels = pixels.share_memory_() if shared else pixels
         self.device = device
         self._locked = False
@@ -419,7 +414,7 @@ class _Slots:
             torch.cuda.synchronize(self.device)
             torch.cuda.cudart().cudaHostUnregister(self.pixels.data_ptr())
 
-    def copy(self, slot: int, target: UInt8[Tensor, "n height width 3"]) -> None:
+    def copy(self, slot: int, target: UInt8[Tensor, "n _ _ _"]) -> None:
         """Copy the images of a slot to the device."""
         target.copy_(self.pixels[slot, : len(target)], non_blocking=True)
         if self.device.type == "cuda":
@@ -436,15 +431,12 @@ class _Slots:
         return slot
 
 
-class _FillSlot:
-    """What a worker does; only the slot's number and bad images travel between processes."""
-
-    def __init__(self, cutter: ImageCutter, pixels: UInt8[Tensor, "slots piece height width 3"]) -> None:
-        self.cutter, self.pixels = cutter, pixels
-
-    def __call__(self, request: tuple[int, int, list[int]]) -> tuple[int, list[Bad]]:
-        slot, epoch, indices = request
-        return slot, self.cutter.fill(self.pixels[slot, : len(indices)], epoch, indices)
+def _fill_slot(
+    cutter: ImageCutter, pixels: UInt8[Tensor, "slots piece height width 3"], request: tuple[int, int, list[int]]
+) -> tuple[int, list[Bad]]:
+    """Fill a slot in a worker; only the slot's number and bad images travel between processes."""
+    slot, epoch, indices = request
+    return slot, cutter.fill(pixels[slot, : len(indices)], epoch, indices)
 
 
 class _Streamed:
@@ -461,7 +453,7 @@ class _Streamed:
         piece = min(PIECE, self.batch_size)
         ahead = max(PIECES_AHEAD * self.workers, 2 * -(-self.batch_size // piece)) if self.workers else 0
         taken: deque[_Request] = deque()
-        with _Slots(ahead + 2, piece, self.cutter.view.size, self.device, shared=self.workers > 0) as slots:
+        with _Slots(ahead + 2, (piece, *self.cutter.view.size, 3), self.device, shared=self.workers > 0) as slots:
 
             def pieces() -> Iterator[tuple[int, int, list[int]]]:
                 numbers = count()
@@ -470,7 +462,7 @@ class _Streamed:
                     for part in request.indices.split(piece):
                         yield slots.next(next(numbers)), request.epoch, part.tolist()
 
-            workers = Workers(_FillSlot(self.cutter, slots.pixels), self.workers, ahead)
+            workers = Workers(partial(_fill_slot, self.cutter, slots.pixels), self.workers, ahead)
             with closing(workers.results(pieces())) as filled:
                 for first in filled:
                     request, bad = taken.popleft(), list[Bad]()
