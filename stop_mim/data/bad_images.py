@@ -8,7 +8,7 @@ MAX_BAD_FRACTION = 0.01
 
 
 class BadImages:
-    """The bad images of a data set, by description; the list in `file` is continued on resume."""
+    """The bad images of a dataset, by description; the list in `file` is continued on resume."""
 
     def __init__(self, source_name: str, total: int, file: Path | None = None) -> None:
         self.source_name, self.total, self.file = source_name, total, file

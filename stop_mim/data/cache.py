@@ -129,7 +129,7 @@ def require_writable_cache(folder: Path) -> None:
 
 
 def download_folder() -> Path:
-    """Return the folder of downloaded data sets: $STOP_MIM_DATA or ~/.cache/stop-mim/data."""
+    """Return the folder of downloaded datasets: $STOP_MIM_DATA or ~/.cache/stop-mim/data."""
     return Path(os.environ.get("STOP_MIM_DATA") or "~/.cache/stop-mim/data").expanduser()
 
 

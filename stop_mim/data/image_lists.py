@@ -1,4 +1,4 @@
-"""Subsets of a data set: images that a file lists by name, or a draw from each class."""
+"""Subsets of a dataset: images that a file lists by name, or a draw from each class."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The base class of all data sets of images."""
+"""The base class of all datasets of images."""
 
 import hashlib
 from abc import ABC, abstractmethod

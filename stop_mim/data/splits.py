@@ -10,7 +10,7 @@ SPLIT_NAMES = frozenset(_TRAIN + _EVALUATION)
 
 
 class NoSplit(InputError):
-    """The data set has no such split."""
+    """The dataset has no such split."""
 
 
 def split_candidates(split: str) -> tuple[str, ...]:

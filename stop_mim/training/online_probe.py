@@ -42,7 +42,7 @@ PREFIX = "probe."
 
 @dataclass(frozen=True)
 class LabelledSource:
-    """A split of a data set, and the class of each of its images."""
+    """A split of a dataset, and the class of each of its images."""
 
     source: ImageSource
     classes: Int[np.ndarray, " n"]
@@ -60,7 +60,7 @@ class ProbeData:
 
 
 def open_probe_data(name: str, label: str = "auto") -> ProbeData:
-    """Open both splits of a labelled data set; raise InputError if splits, labels or classes are missing."""
+    """Open both splits of a labelled dataset; raise InputError if splits, labels or classes are missing."""
     train, test = open_source(name, "train"), open_source(name, "test")
     contents = [train.fingerprint(), test.fingerprint()]
     # A name without splits is the same data for each.

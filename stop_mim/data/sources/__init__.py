@@ -1,4 +1,4 @@
-"""Kinds of data sets, one file each: `open_source` finds the kind that a name belongs to and opens it.
+"""Kinds of datasets, one file each: `open_source` finds the kind that a name belongs to and opens it.
 
 A new kind is a class in a file here, or in a plugin, with the decorator `@SOURCES.register`.
 """
@@ -11,7 +11,7 @@ from stop_mim.registry import Registry
 
 
 class SourceKind:
-    """A kind of data set: which names belong to it, and how they are opened."""
+    """A kind of dataset: which names belong to it, and how they are opened."""
 
     help: ClassVar[str]
     """The names of this kind, such as "torchvision:NAME", for help and errors."""
@@ -27,7 +27,7 @@ class SourceKind:
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open the data set; one without splits is the same data for each split."""
+        """Open the dataset; one without splits is the same data for each split."""
         raise NotImplementedError
 
 
@@ -35,7 +35,7 @@ SOURCES: Registry[type[SourceKind]] = Registry("kind of data set", "stop_mim.dat
 
 
 def open_source(name: str, split: str = "train") -> ImageSource:
-    """Open the data set of this name; one without splits is the same data for each split."""
+    """Open the dataset of this name; one without splits is the same data for each split."""
     for kind in sorted(SOURCES.values(), key=lambda kind: kind.is_general):
         if kind.matches(name):
             return kind.open(name, split)

@@ -13,7 +13,7 @@ from stop_mim.errors import InputError, MissingExtra
 
 @SOURCES.register("hf")
 class HubKind(SourceKind):
-    """A data set of the hub, owner/name or owner/name:config."""
+    """A dataset of the hub, owner/name or owner/name:config."""
 
     help, prefix = "hf:OWNER/NAME", "hf:"
 
@@ -24,7 +24,7 @@ class HubKind(SourceKind):
 
 
 class HubSource(TableSource):
-    """One split of a data set."""
+    """One split of a dataset."""
 
     def __init__(self, address: str, split: str) -> None:
         self._dataset, self.split = _load(address, split)
@@ -41,7 +41,7 @@ class HubSource(TableSource):
         return len(self._dataset)
 
     def describe(self, index: int) -> str:
-        """The data set, the split and the row."""
+        """The dataset, the split and the row."""
         return f"{self.name}[{self.split}]#{index}"
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Drawn scenes as a data set."""
+"""Drawn scenes as a dataset."""
 
 from jaxtyping import UInt8
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The classification data sets of torchvision, by the name of their class and options of its constructor.
+"""The classification datasets of torchvision, by the name of their class and options of its constructor.
 
 NAME or NAME,option=value, such as Places365,small=true; INaturalist is the version of 2018 unless another is named.
 """
@@ -40,13 +40,13 @@ _OWN_PARAMETERS = frozenset({"root", "split", "train", "download", "loader"})
 
 @SOURCES.register("torchvision")
 class TorchvisionKind(SourceKind):
-    """A classification data set of torchvision; older versions of iNaturalist by their annotations."""
+    """A classification dataset of torchvision; older versions of iNaturalist by their annotations."""
 
     help, prefix = "torchvision:NAME", "torchvision:"
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open the data set of a class of torchvision, downloaded if it can be."""
+        """Open the dataset of a class of torchvision, downloaded if it can be."""
         class_name, options = _parse(name.removeprefix(cls.prefix))
         year = options.get("version", INATURALIST_YEARS[0])
         if class_name != "INaturalist" or year not in INATURALIST_YEARS:
@@ -61,7 +61,7 @@ class TorchvisionKind(SourceKind):
 
 
 class TorchvisionSource(ImageSource):
-    """One split of a torchvision data set that gives pairs of an image and a class; others are refused."""
+    """One split of a torchvision dataset that gives pairs of an image and a class; others are refused."""
 
     def __init__(self, name: str, split: str) -> None:
         class_name, options = _parse(name)
@@ -83,11 +83,11 @@ class TorchvisionSource(ImageSource):
         return image.height, image.width
 
     def describe(self, index: int) -> str:
-        """The data set, the split and the position."""
+        """The dataset, the split and the position."""
         return f"{self.name}[{self.split}]#{index}"
 
     def image_name(self, index: int) -> str:
-        """The path within the data set's folder of images, or the position where torchvision tells no path."""
+        """The path within the dataset's folder of images, or the position where torchvision tells no path."""
         for attribute in _PATH_ATTRIBUTES:
             entries = getattr(self._dataset, attribute, None)
             if entries is not None and len(entries) == len(self):
