@@ -88,6 +88,6 @@ def test_an_epoch_has_every_image_of_the_set_with_its_label(crop):
 def test_views_come_with_their_places():
     source, images = Painted(bad=(17,)), np.arange(59, 9, -1)
     views = labelled_views(source, images, (8, 8), None, CPU, 7, 0, BadImages("painted", 10_000))
-    found = [(images[places].tolist(), pixels[:, 0, 0, 0].tolist()) for places, pixels in views]
+    found = [(images[places.numpy()].tolist(), pixels[:, 0, 0, 0].tolist()) for places, pixels in views]
     assert all(expected == shown for expected, shown in found)
     assert [index for _, shown in found for index in shown] == [*range(59, 17, -1), *range(16, 9, -1)]
