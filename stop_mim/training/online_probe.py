@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, WholeImage
+from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, View, WholeImage
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batch, Batches, Placement
 from stop_mim.data.image_source import ImageSource, common_size, digest
+from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
 from stop_mim.data.stored import Progress
@@ -41,19 +42,11 @@ PREFIX = "probe."
 
 
 @dataclass(frozen=True)
-class LabelledSource:
-    """A split of a dataset, and the class of each of its images."""
-
-    source: ImageSource
-    classes: Int[np.ndarray, " n"]
-
-
-@dataclass(frozen=True)
 class ProbeData:
     """What a probe learns from and what it is scored on, with the same classes; nothing is decoded yet."""
 
-    train: LabelledSource
-    test: LabelledSource
+    train: LabelledSet
+    test: LabelledSet
     label: str
     n_classes: int
     fingerprint: str
@@ -77,11 +70,11 @@ def open_probe_data(name: str, label: str = "auto") -> ProbeData:
     if len(unknown) or (label == "class" and train.class_names != test.class_names):
         what = f"the {label} {unknown[0]}, which its train split has not" if len(unknown) else "classes of other names"
         raise InputError(f"probe.data is '{name}': its test split has {what}; give splits of the same classes.")
-    classes = [np.searchsorted(values, source.labels[label]) for source in (train, test)]
-    fingerprint = digest([*contents, label])
-    return ProbeData(
-        LabelledSource(train, classes[0]), LabelledSource(test, classes[1]), label, len(values), fingerprint
+    learned, scored = (
+        LabelledSet(source, np.searchsorted(values, source.labels[label]), np.arange(len(source)))
+        for source in (train, test)
     )
+    return ProbeData(learned, scored, label, len(values), digest([*contents, label]))
 
 
 def choose_label(source: ImageSource, wanted: str) -> str:
@@ -241,23 +234,26 @@ def make_probe(
     height, width = common_size(data.train.source) or view.stored_size
     bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
     placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
+    own_seed = derive_seed(seed, "probe")
 
-    def batches(split: str, labelled: LabelledSource, most: int) -> Batches:
-        images = choose_images(len(labelled.source), most, seed, split)
+    def batches(split: str, data: LabelledSet, view: View, shuffled: bool) -> Batches:
+        size = min(config.batch_size, len(data))
+        order = ShuffledOrder(data.indices, size, own_seed) if shuffled else SequentialOrder(data.indices, size)
         file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
-        own_seed, size = derive_seed(seed, "probe"), min(config.batch_size, len(images))
+        bad_images = BadImages(data.source.name, len(data), file)
         return Batches(
-            labelled.source,
-            ShuffledOrder(images, size, own_seed) if split == "train" else SequentialOrder(images, size),
-            view if split == "train" else TestView(encoder.image_size, None, encoder.mean, encoder.std),
-            placement,
-            device,
-            own_seed,
-            labelled.classes,
-            BadImages(labelled.source.name, len(images), file),
-            progress,
+            data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress
         )
 
-    stream = batches("train", data.train, max(1, STREAM_BYTES // bytes_per_image))
-    test = batches("test", data.test, config.test_images)
-    return OnlineProbe(config, stream, test, data.n_classes, encoder.dim, device)
+    most = max(1, STREAM_BYTES // bytes_per_image)
+    stream = data.train.part(choose_images(len(data.train), most, seed, "train"))
+    test = data.test.part(choose_images(len(data.test), config.test_images, seed, "test"))
+    whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
+    return OnlineProbe(
+        config,
+        batches("train", stream, view, shuffled=True),
+        batches("test", test, whole, shuffled=False),
+        data.n_classes,
+        encoder.dim,
+        device,
+    )

@@ -72,7 +72,7 @@ def test_classes_that_any_encoder_tells_apart_are_learned(colours, objective):
 def test_classes_that_nothing_tells_apart_are_not(colours, objective):
     data = open_probe_data(str(colours))
     classes = np.random.default_rng(0).permutation(data.train.classes)
-    probe = make_probe(PROBE, replace(data, train=replace(data.train, classes=classes)), objective.target, CPU, 0)
+    probe = make_probe(PROBE, replace(data, train=replace(data.train, labels=classes)), objective.target, CPU, 0)
     learn(probe, objective, 12)
     scores = probe.score(objective.target, nullcontext())
     assert scores["probe/linear_top1"] < 75
@@ -83,7 +83,7 @@ def test_the_scores_are_those_of_the_formulas(colours, objective):
     # Labels at random, so that accuracies are not all 100.
     data, random = open_probe_data(str(colours)), np.random.default_rng(1)
     splits = {
-        name: replace(part, classes=random.integers(0, 3, len(part.classes)))
+        name: replace(part, labels=random.integers(0, 3, len(part)))
         for name, part in (("train", data.train), ("test", data.test))
     }
     probe = make_probe(PROBE, replace(data, **splits), objective.target, CPU, 0)
