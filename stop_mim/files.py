@@ -87,6 +87,10 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
             return
 
 
+# The name that the run directory still uses.
+held = locked
+
+
 def _lock(file: IO[bytes], wait: bool) -> bool:
     if sys.platform == "win32":
         return True

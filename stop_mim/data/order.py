@@ -60,7 +60,8 @@ class ShuffledOrder:
             raise InputError(f"batch_size is {batch_size}: give a number above zero.")
         self.images = _positions(images)
         self.seed, self.rank, self.world_size, self.drop_last = seed, rank, world_size, drop_last
-        n_images, self._together = len(self.images), batch_size * world_size
+        self.n_images = n_images = len(self.images)
+        self._together = batch_size * world_size
         if drop_last:
             self.steps_per_epoch, self.batch_size = n_images // (self._together * batches_per_step), batch_size
             if self.steps_per_epoch < 1:

@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from torch.utils.tensorboard import SummaryWriter
 
 from stop_mim.errors import InputError
-from stop_mim.files import locked as held
-from stop_mim.files import write_atomically
+from stop_mim.files import held, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import TrainConfig, from_json, to_json
