@@ -4,8 +4,8 @@ python benchmarks/loading.py                          photographs of 500x375 to 
 python benchmarks/loading.py --folder IMAGES --size 224
 python benchmarks/loading.py --from-data DATA         real content, resized to the sizes above
 
-Both sides deliver batches of bytes on the device. Rounds alternate, and the median counts. "images/s" is by the clock,
-"a core" by the processor time of all processes together, so that work cannot hide in another process.
+Both sides deliver normalised batches on the device, and normalise there. Rounds alternate, and the median counts. "images/s"
+is by the clock, "a core" by the processor time of all processes together, so that work cannot hide in another process.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import resource
 import statistics
 import tempfile
 import time
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -29,10 +30,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from stop_mim.data.augment import Augment, AugmentConfig
-from stop_mim.data.bad_images import BadImages
-from stop_mim.data.loader import open_loader
-from stop_mim.data.order import BatchOrder
+from stop_mim.data.augment import AugmentConfig, RandomCrop, normalise
+from stop_mim.data.batches import Batches, Placement
+from stop_mim.data.order import ShuffledOrder
 from stop_mim.data.sources import open_source
 from stop_mim.training.distributed import choose_device
 
@@ -92,15 +92,16 @@ def torchvision_batches(folder, size, batch_size, count, workers, device):
         pin_memory=device.type == "cuda",
     )
     for pixels, _ in loader:
-        yield pixels.to(device, non_blocking=True)
+        yield normalise(pixels.to(device, non_blocking=True))
 
 
 def our_batches(folder, size, batch_size, count, workers, device, decode):
     source = open_source(str(folder))
-    bad_images = BadImages(source.name, len(source))
-    augment = Augment(AugmentConfig(), (size, size))
-    loader = open_loader(source, augment, device, bad_images, 0, mode="streaming", workers=workers, decode=decode)
-    yield from islice(loader.crops(BatchOrder(len(source), batch_size), 0), count)
+    order, view = ShuffledOrder(len(source), batch_size), RandomCrop(AugmentConfig(), (size, size))
+    batches = Batches(source, order, view, Placement("streaming", decode, workers), device)
+    with closing(batches.starting_at()) as found:
+        for batch in islice(found, count):
+            yield batch.images
 
 
 def processor_seconds():

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files that are either complete or not there, and locks between processes."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from stop_mim.errors import InputError
 
 
 def require_writable(name: str, path: Path, remedy: str = "name a file in a folder that can be written") -> None:
-    """Refuse, before any work is done, a path that no file could be put to in the end; nothing is left there."""
+    """Raise InputError if no file can be written at `path`; leaves nothing there."""
     if obstacle := _obstacle(path):
         raise InputError(f"{name} cannot be written: it {obstacle}; {remedy}.")
 
@@ -23,7 +23,7 @@ def _obstacle(path: Path) -> str:
     if path.is_dir():
         return "is a folder"
     if path.exists() and not path.is_file():
-        return "is no plain file"
+        return "is not a regular file"
     if not folder.is_dir():
         return "is in a folder that does not exist"
     refusal = why_not_written(folder)
@@ -31,7 +31,7 @@ def _obstacle(path: Path) -> str:
 
 
 def why_not_written(folder: Path) -> str:
-    """Why no file can be made in a folder, which is made if need be, in the system's words; nothing if one can."""
+    """Return the system's reason why no file can be made in a folder, which is created; "" if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -41,12 +41,12 @@ def why_not_written(folder: Path) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file in the same folder, then put it in the place of `path` in one step.
+    """Let `write` fill a temporary file in the same folder, then move it to `path` in one step.
 
-    A link stays, and what it points to is written; a device or a pipe is never replaced by a file.
+    A link stays, and its target is written; a device or a pipe is never replaced by a file.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -66,28 +66,38 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[bool]:
-    """Have the file `path` for this process alone, and remove it in the end; gives False where another process has it.
+def locked(path: Path, wait: bool = False) -> Iterator[bool]:
+    """Hold the lock file `path`, which is removed in the end; yields False if another process holds it.
 
-    A process that dies lets go of it, and its children never hold it. Where a file system knows no locks, all have it.
+    With `wait`, waits for the other process. A process that dies releases its locks, and its children never hold them. Where
+    a file system has no locks, every process gets them.
     """
-    with path.open("ab") as file:
-        # Another process may have removed the file between the two, and a third one made it anew.
-        is_ours = _lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                path.unlink(missing_ok=True)
+    while True:
+        with path.open("ab") as file:
+            is_ours = _lock(file, wait)
+            # Its last holder may have removed the file after it was opened here, and another process made a new one.
+            is_current = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+            if wait and not is_current:
+                continue
+            try:
+                yield is_ours and is_current
+            finally:
+                if is_ours and is_current:
+                    path.unlink(missing_ok=True)
+            return
 
 
-def _lock(file: IO[bytes]) -> bool:
+# The name that the run directory still uses.
+held = locked
+
+
+def _lock(file: IO[bytes], wait: bool) -> bool:
     if sys.platform == "win32":
         return True
     import fcntl
 
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True

@@ -1,5 +1,6 @@
 """Files are whole or not there, whatever happens while they are written."""
 
+import multiprocessing
 import os
 import stat
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stop_mim.errors import InputError
-from stop_mim.files import require_writable, write_atomically
+from stop_mim.files import locked, require_writable, write_atomically
 
 
 class PowerCut(BaseException):
@@ -96,9 +97,9 @@ def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path):
 def test_a_pipe_is_refused_and_left_as_it_is(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(OSError, match="no plain file"):
+    with pytest.raises(OSError, match="not a regular file"):
         write_atomically(pipe, lambda temporary: temporary.write_text("new"))
-    with pytest.raises(InputError, match=r"The list cannot be written: it is no plain file; name a file"):
+    with pytest.raises(InputError, match=r"The list cannot be written: it is not a regular file; name a file"):
         require_writable("The list", pipe)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert names(tmp_path) == {"pipe"}
@@ -110,3 +111,25 @@ def test_a_file_that_can_be_written_is_not_touched_by_asking(tmp_path):
     require_writable("The list", tmp_path / "old.txt")
     assert names(tmp_path) == {"old.txt"}
     assert (tmp_path / "old.txt").read_text() == "old"
+
+
+def hold(lock, held, release):
+    with locked(lock):
+        held.set()
+        release.wait(30)
+
+
+def test_a_lock_has_one_holder_and_is_waited_for_where_asked(tmp_path):
+    lock, context = tmp_path / ".lock", multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(lock, held, release))
+    other.start()
+    assert held.wait(30)
+    with locked(lock) as is_ours:
+        assert not is_ours
+    assert lock.exists()
+    release.set()
+    with locked(lock, wait=True) as is_ours:
+        assert is_ours
+    other.join()
+    assert names(tmp_path) == set()

@@ -9,7 +9,7 @@ from torchvision.transforms.v2.functional import center_crop, resize
 
 from stop_mim.analysis.runs import RunRecords
 from stop_mim.data.augment import normalise
-from stop_mim.data.loader import read_or_next
+from stop_mim.data.image_source import read_or_next
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks

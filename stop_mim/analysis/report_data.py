@@ -24,7 +24,7 @@ from stop_mim.analysis.predictions import (
     sample_masks,
 )
 from stop_mim.analysis.runs import AnalysedRun, RunRecords
-from stop_mim.data.images import BadImage, decode_image
+from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.errors import InputError
 from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Positions

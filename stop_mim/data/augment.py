@@ -1,110 +1,109 @@
-"""Batched augmentation on the training device: every image of a batch gets its own random parameters.
+"""Views: what is seen of an image, and random draws that are a function of (seed, epoch, image).
 
-Nothing here waits for the device (shapes never depend on data), and every random number comes from the generator
-that is passed in, drawn in a fixed order, so a run can be repeated. Each step equals torchvision's on one image.
+Everything works on whole batches on any device and never waits for the device: shapes do not depend on data. Each step
+equals torchvision's on one image.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Float64, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
+from torchvision.transforms.v2.functional import center_crop, resize
 
+from stop_mim.constraints import AT_LEAST_ZERO, FRACTION, Checked, Interval, Number
 from stop_mim.errors import InputError
+from stop_mim.seeds import derive_seed
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+STORED_TO_USED = 8 / 7
+"""Images of different sizes are stored this much larger than they are used, as 256 is to 224."""
 
 Pixels = Float[Tensor, "b c h w"] | UInt8[Tensor, "b c h w"]
+Draws = Float64[Tensor, "b draws"]
 Bounds = tuple[float, float]
 ChannelValues = tuple[float, float, float]
-Filter = Callable[[Tensor], Tensor]
 
-JITTER_ORDER = BRIGHTNESS, CONTRAST, SATURATION, HUE = (0, 1, 2, 3)
+# The columns of the draws of an image: two for each attempt to crop, then one each.
+_ATTEMPTS = 10
+_TOP, _LEFT, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _GREY, _BLUR, _BLUR_SIGMA = range(20, 31)
+N_DRAWS = 32
 
-_CROP_ATTEMPTS = 10
 _GREY_WEIGHTS = (0.2989, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
-class AugmentConfig:
+class AugmentConfig(Checked, group="augment"):
     """How training images are changed; the defaults are the paper's recipe, a random resized crop and nothing else."""
 
-    crop_scale: tuple[float, float] = (0.3, 1.0)
+    crop_scale: Annotated[tuple[float, float], Interval(at_most=1.0)] = (0.3, 1.0)
     """Smallest and largest area of a crop, as a fraction of the image."""
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    crop_ratio: Annotated[tuple[float, float], Interval()] = (3 / 4, 4 / 3)
     """Smallest and largest width over height of a crop."""
-    flip_probability: float = 0.0
-    """Chance that an image is mirrored left to right."""
-    blur_probability: float = 0.0
-    """Chance that an image is blurred."""
-    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    flip_probability: Annotated[float, FRACTION] = 0.0
+    """Probability that an image is mirrored left to right."""
+    blur_probability: Annotated[float, FRACTION] = 0.0
+    """Probability that an image is blurred."""
+    blur_sigma: Annotated[tuple[float, float], Interval()] = (0.1, 2.0)
     """Smallest and largest standard deviation of the blur, in pixels."""
-    grey_probability: float = 0.0
-    """Chance that an image loses its colours."""
-    jitter_probability: float = 0.0
-    """Chance that an image's brightness, contrast, saturation and hue are changed, in this order."""
-    jitter_brightness: float = 0.4
+    grey_probability: Annotated[float, FRACTION] = 0.0
+    """Probability that an image becomes grey."""
+    jitter_probability: Annotated[float, FRACTION] = 0.0
+    """Probability that an image's brightness, contrast, saturation and hue are changed, in this order."""
+    jitter_brightness: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Largest relative change of brightness."""
-    jitter_contrast: float = 0.4
+    jitter_contrast: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Largest relative change of contrast."""
-    jitter_saturation: float = 0.4
+    jitter_saturation: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Largest relative change of saturation."""
-    jitter_hue: float = 0.1
+    jitter_hue: Annotated[float, Number("give a number from 0 to 0.5", at_least=0, at_most=0.5)] = 0.1
     """Largest shift of hue, in turns of the colour wheel (0.5 reaches the opposite colour)."""
 
-    def __post_init__(self) -> None:
-        _check_range("augment.crop_scale", self.crop_scale, highest=1.0)
-        _check_range("augment.crop_ratio", self.crop_ratio)
-        _check_range("augment.blur_sigma", self.blur_sigma)
-        for name in ("flip_probability", "blur_probability", "grey_probability", "jitter_probability"):
-            _check_number(f"augment.{name}", getattr(self, name), highest=1.0)
-        for name in ("jitter_brightness", "jitter_contrast", "jitter_saturation"):
-            _check_number(f"augment.{name}", getattr(self, name))
-        _check_number("augment.jitter_hue", self.jitter_hue, highest=0.5)
+
+def draw(seed: int, epoch: int, images: Int[Tensor, " b"]) -> Draws:
+    """Return uniform numbers in [0, 1) for each image: its part of the SplitMix64 sequence of the seed and the epoch."""
+    counters = images.long()[:, None] * N_DRAWS + torch.arange(1, N_DRAWS + 1, device=images.device)
+    state = counters * _signed(0x9E3779B97F4A7C15) + derive_seed(seed, "draws", epoch)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ _shifted(state, shift)) * _signed(factor)
+    return _shifted(state ^ _shifted(state, 31), 11).double() * 2.0**-53
 
 
-def sample_crop_boxes(
-    image_sizes: Int[Tensor, "b 2"], scale: Bounds, ratio: Bounds, generator: torch.Generator | None = None
-) -> Int[Tensor, "b 4"]:
-    """Draw one (top, left, height, width) for each (height, width), distributed as torchvision's RandomResizedCrop."""
-    _check_range("scale", scale, highest=1.0)
-    _check_range("ratio", ratio)
-    sizes = image_sizes.float()
-    candidates = _candidate_crops(sizes, scale, ratio, generator)
-    fits = ((candidates >= 1) & (candidates <= sizes[:, None])).all(dim=2)
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shifted(state: Int[Tensor, "b draws"], bits: int) -> Int[Tensor, "b draws"]:
+    # A right shift of unsigned numbers, which torch has not.
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def crop_boxes(sizes: Int[Tensor, "b 2"], draws: Draws, scale: Bounds, ratio: Bounds) -> Int[Tensor, "b 4"]:
+    """Return (top, left, height, width) for each (height, width), distributed as torchvision's RandomResizedCrop."""
+    known = sizes.double()
+    area = known.prod(dim=1, keepdim=True) * _between(scale, draws[:, 0 : 2 * _ATTEMPTS : 2])
+    aspect = _between((math.log(ratio[0]), math.log(ratio[1])), draws[:, 1 : 2 * _ATTEMPTS : 2]).exp()
+    candidates = torch.stack([area / aspect, area * aspect], dim=2).sqrt().round()
+    fits = ((candidates >= 1) & (candidates <= known[:, None])).all(dim=2)
     first = fits.to(torch.uint8).argmax(dim=1)
     crops = candidates.take_along_dim(first[:, None, None], dim=1)[:, 0]
-    chances = _uniform(crops.shape, crops.device, generator)
-    # A float product may round up to the bound itself, which would put the crop one pixel outside.
-    corners = torch.minimum((chances * (sizes - crops + 1)).floor(), sizes - crops)
-    central = _central_crops(sizes, ratio)
-    found = fits.any(dim=1, keepdim=True)
-    boxes = torch.where(found, torch.cat([corners, crops], 1), torch.cat([((sizes - central) / 2).floor(), central], 1))
-    return boxes.to(image_sizes.dtype)
-
-
-def _candidate_crops(
-    sizes: Float[Tensor, "b 2"], scale: Bounds, ratio: Bounds, generator: torch.Generator | None
-) -> Float[Tensor, "b attempts 2"]:
-    chances = _uniform((len(sizes), _CROP_ATTEMPTS, 2), sizes.device, generator)
-    area = sizes.prod(dim=1, keepdim=True) * _between(scale, chances[..., 0])
-    aspect = _between((math.log(ratio[0]), math.log(ratio[1])), chances[..., 1]).exp()
-    return torch.stack([area / aspect, area * aspect], dim=2).sqrt().round()
-
-
-def _central_crops(sizes: Float[Tensor, "b 2"], ratio: Bounds) -> Float[Tensor, "b 2"]:
-    heights, widths = sizes.unbind(1)
-    return torch.stack([widths / ratio[0], heights * ratio[1]], dim=1).round().minimum(sizes).clamp(min=1)
+    # A product may round up to the bound itself, which would put the crop one pixel outside.
+    corners = torch.minimum((draws[:, _TOP : _LEFT + 1] * (known - crops + 1)).floor(), known - crops)
+    heights, widths = known.unbind(1)
+    central = torch.stack([widths / ratio[0], heights * ratio[1]], dim=1).round().minimum(known).clamp(min=1)
+    centred = torch.cat([((known - central) / 2).floor(), central], dim=1)
+    return torch.where(fits.any(dim=1, keepdim=True), torch.cat([corners, crops], dim=1), centred).to(sizes.dtype)
 
 
 def scale_boxes(
     boxes: Int[Tensor, "b 4"], original_sizes: Int[Tensor, "b 2"], stored_size: tuple[int, int]
 ) -> Int[Tensor, "b 4"]:
-    """Move boxes of original images to copies squashed to `stored_size`; a box keeps at least one pixel each way."""
+    """Return the boxes in copies of the images squashed to `stored_size`; a box keeps at least one pixel each way."""
     stored = _repeat_size(stored_size, len(boxes), boxes.device)
     zoom = stored / original_sizes
     starts = torch.minimum((boxes[:, :2] * zoom).round(), stored - 1)
@@ -117,23 +116,18 @@ def crop_and_resize(
     boxes: Int[Tensor, "b 4"],
     size: tuple[int, int],
     flip: Bool[Tensor, " b"] | None = None,
-    interpolation: str = "bilinear",
 ) -> Float[Tensor, "b c h2 w2"]:
     """Cut each image's (top, left, height, width), which must lie inside it, and resize it with antialiasing.
 
-    Values keep their scale (bytes become floats in 0..255, not rounded); chosen images are mirrored left to right.
+    Values keep their scale: bytes become floats in 0..255, not rounded. Images in `flip` are mirrored left to right.
     """
-    if interpolation not in _FILTERS:
-        raise InputError(f"interpolation is '{interpolation}': choose one of {', '.join(_FILTERS)}.")
-    _check_size(size)
-    weigh = _FILTERS[interpolation]
-    rows = _resize_weights(boxes[:, 0::2], images.shape[2], size[0], None, weigh)
-    columns = _resize_weights(boxes[:, 1::2], images.shape[3], size[1], flip, weigh)
+    rows = _resize_weights(boxes[:, 0::2], images.shape[2], size[0], None)
+    columns = _resize_weights(boxes[:, 1::2], images.shape[3], size[1], flip)
     return _apply_separable(images, rows, columns)
 
 
 def _resize_weights(
-    spans: Int[Tensor, "b 2"], length: int, out_length: int, flip: Bool[Tensor, " b"] | None, weigh: Filter
+    spans: Int[Tensor, "b 2"], length: int, out_length: int, flip: Bool[Tensor, " b"] | None
 ) -> Float[Tensor, "b out_length length"]:
     start, extent = spans[:, :1], spans[:, 1:]
     step = extent / out_length
@@ -145,22 +139,8 @@ def _resize_weights(
     positions = torch.arange(length, device=spans.device) - start
     inside = (positions >= 0) & (positions < extent)
     distances = ((positions + 0.5)[:, None] - centres[:, :, None]).div_(width).abs_()
-    weights = weigh(distances).mul_(inside[:, None])
+    weights = (1 - distances).clamp_(min=0).mul_(inside[:, None])
     return weights.div_(weights.sum(dim=2, keepdim=True))
-
-
-def _triangle(distances: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return (1 - distances).clamp_(min=0)
-
-
-def _cubic(distances: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    # Keys' cubic with a = -0.5, which PyTorch takes when it antialiases (and -0.75 when it does not).
-    near = (1.5 * distances - 2.5) * distances.square() + 1
-    far = ((-0.5 * distances + 2.5) * distances - 4) * distances + 2
-    return torch.where(distances < 1, near, far * (distances < 2))
-
-
-_FILTERS: dict[str, Filter] = {"bilinear": _triangle, "bicubic": _cubic}
 
 
 def _apply_separable(
@@ -172,12 +152,12 @@ def _apply_separable(
     # Under autocast the products would keep eight bits, as few as the pixels have.
     with torch.autocast(images.device.type, enabled=False):
         tall = rows @ lines.view(batch, height, channels * width)
-        wide = tall.view(batch, -1, width) @ columns.mT
-    return wide.view(batch, rows.shape[1], channels, -1).permute(0, 2, 1, 3).contiguous()
+        wide = tall.view(batch, rows.shape[1] * channels, width) @ columns.mT
+    return wide.view(batch, rows.shape[1], channels, columns.shape[1]).permute(0, 2, 1, 3).contiguous()
 
 
 def blur_kernel_size(length: int) -> int:
-    """Taps of the blur along an axis of `length` pixels: a tenth of it as in SimCLR, odd, at least three."""
+    """Return the taps of the blur along an axis of `length` pixels: a tenth of it as in SimCLR, odd, at least 3."""
     return max(3, length // 10 | 1)
 
 
@@ -201,11 +181,6 @@ def _blur_weights(sigmas: Float[Tensor, " b"], length: int) -> Float[Tensor, "b 
         return torch.einsum("jik,bk->bij", windows, kernels)
 
 
-def to_grey(images: Float[Tensor, "b 3 h w"], chosen: Bool[Tensor, " b"]) -> Float[Tensor, "b 3 h w"]:
-    """Replace the three channels of the chosen images by their luminance."""
-    return torch.where(_per_image(chosen), _luminance(images), images)
-
-
 def _luminance(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 1 h w"]:
     red, green, blue = images.split(1, dim=1)
     return red * _GREY_WEIGHTS[0] + green * _GREY_WEIGHTS[1] + blue * _GREY_WEIGHTS[2]
@@ -217,24 +192,12 @@ def adjust_colours(
     contrast: Float[Tensor, " b"],
     saturation: Float[Tensor, " b"],
     hue: Float[Tensor, " b"],
-    order: Sequence[int] = JITTER_ORDER,
 ) -> Float[Tensor, "b 3 h w"]:
-    """Change the colours of images in 0..1: three factors and a shift of hue (in turns), in the order that is named.
-
-    `order` lists BRIGHTNESS (0), CONTRAST (1), SATURATION (2) and HUE (3); one left out is not applied.
-    """
-    if not set(order) <= set(JITTER_ORDER):
-        raise InputError(f"order is {tuple(order)}: list numbers from 0 to 3 (brightness, contrast, saturation, hue).")
-    for step in order:
-        if step == BRIGHTNESS:
-            images = (images * _per_image(brightness)).clamp_(0, 1)
-        elif step == CONTRAST:
-            images = _blend(images, _luminance(images).mean(dim=(1, 2, 3), keepdim=True), contrast)
-        elif step == SATURATION:
-            images = _blend(images, _luminance(images), saturation)
-        else:
-            images = _shift_hue(images, hue)
-    return images
+    """Change the colours of images in 0..1: three factors, then a shift of hue in turns."""
+    images = (images * _per_image(brightness)).clamp_(0, 1)
+    images = _blend(images, _luminance(images).mean(dim=(1, 2, 3), keepdim=True), contrast)
+    images = _blend(images, _luminance(images), saturation)
+    return _shift_hue(images, hue)
 
 
 def _blend(images: Tensor, base: Tensor, factor: Float[Tensor, " b"]) -> Float[Tensor, "b 3 h w"]:
@@ -258,7 +221,7 @@ def _shift_hue(images: Float[Tensor, "b 3 h w"], turns: Float[Tensor, " b"]) -> 
 def normalise(
     images: Pixels, mean: ChannelValues = IMAGENET_MEAN, std: ChannelValues = IMAGENET_STD
 ) -> Float[Tensor, "b c h w"]:
-    """Bring images, bytes or floats in 0..1, to zero mean and unit deviation in each channel."""
+    """Normalise images (bytes, or floats in 0..1) to zero mean and unit standard deviation in each channel."""
     white = 1.0 if images.is_floating_point() else 255.0
     factors = _per_channel([1 / (white * deviation) for deviation in std], images.device)
     shifts = _per_channel([-centre / deviation for centre, deviation in zip(mean, std, strict=True)], images.device)
@@ -266,7 +229,7 @@ def normalise(
 
 
 def resize_batch(images: UInt8[Tensor, "b 3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "b 3 h2 w2"]:
-    """Resize whole images with antialiased bilinear interpolation, for evaluation and storage."""
+    """Resize whole images with antialiased bilinear interpolation."""
     _check_size(size)
     if images.shape[2:] == size:
         return images
@@ -274,10 +237,10 @@ def resize_batch(images: UInt8[Tensor, "b 3 h w"], size: tuple[int, int]) -> UIn
     return resized.round_().clamp_(0, 255).to(torch.uint8)
 
 
-class Augment:
-    """Crop, flip, colour jitter, grey, blur and normalise a batch of bytes; a stage of probability 0 is left out.
+class RandomCrop:
+    """Random resized crop, flip, colour jitter, grey, blur; a stage of probability 0 is left out.
 
-    The jitter's order is fixed (torchvision shuffles it): to draw it on the device would mean computing every order.
+    The order of the jitter is fixed (torchvision shuffles it): drawing it on the device would mean computing every order.
     """
 
     def __init__(
@@ -290,78 +253,128 @@ class Augment:
         _check_size(size)
         self.config, self.size, self.mean, self.std = config, size, mean, std
 
-    def __call__(
-        self,
-        images: UInt8[Tensor, "b 3 h w"],
-        generator: torch.Generator | None = None,
-        original_sizes: Int[Tensor, "b 2"] | None = None,
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        """The size to which images of different sizes are squashed where they are stored."""
+        return round(self.size[0] * STORED_TO_USED), round(self.size[1] * STORED_TO_USED)
+
+    def boxes(self, sizes: Int[Tensor, "b 2"], draws: Draws) -> Int[Tensor, "b 4"]:
+        """Return the part that is seen of images of these sizes."""
+        return crop_boxes(sizes, draws, self.config.crop_scale, self.config.crop_ratio)
+
+    def of_whole(
+        self, images: UInt8[Tensor, "b 3 h w"], draws: Draws, original_sizes: Int[Tensor, "b 2"] | None = None
     ) -> Float[Tensor, "b 3 h2 w2"]:
-        """Augment images; where they were squashed to be stored, crops are drawn in their `original_sizes`."""
-        _check_bytes(images)
+        """Return the view of whole images; where they were squashed, crops are drawn in their `original_sizes`."""
         count, _, height, width = images.shape
         if original_sizes is None:
-            original_sizes = _repeat_size((height, width), count, images.device)
-        sizes = original_sizes.to(images.device, non_blocking=True)
-        boxes = sample_crop_boxes(sizes, self.config.crop_scale, self.config.crop_ratio, generator)
-        boxes = scale_boxes(boxes, sizes, (height, width))
-        flip = _choose(self.config.flip_probability, images, generator)
-        crops = crop_and_resize(images, boxes, self.size, flip).div_(255)
-        return self._recolour(crops, generator)
+            boxes = self.boxes(_repeat_size((height, width), count, images.device), draws)
+        else:
+            boxes = scale_boxes(self.boxes(original_sizes, draws), original_sizes, (height, width))
+        flip = _choose(self.config.flip_probability, draws[:, _FLIP])
+        return self._recolour(crop_and_resize(images, boxes, self.size, flip).div_(255), draws)
 
-    def without_crop(
-        self, images: UInt8[Tensor, "b 3 h w"], generator: torch.Generator | None = None
-    ) -> Float[Tensor, "b 3 h w"]:
-        """Augment images that were cropped to `size` before, by everything but the crop."""
-        _check_bytes(images)
-        if images.shape[2:] != self.size:
-            raise InputError(f"images are {tuple(images.shape[2:])} pixels: crop them to {self.size} first.")
-        flip = _choose(self.config.flip_probability, images, generator)
+    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h w"]:
+        """Return the view of images whose boxes were cut and resized before."""
+        flip = _choose(self.config.flip_probability, draws[:, _FLIP])
         if flip is not None:
             images = torch.where(_per_image(flip), images.flip(3), images)
-        return self._recolour(images.float().div_(255), generator)
+        return self._recolour(images.float().div_(255), draws)
 
-    def _recolour(self, images: Float[Tensor, "b 3 h w"], generator: torch.Generator | None) -> Tensor:
+    def _recolour(self, images: Float[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h w"]:
         config = self.config
-        jittered = _choose(config.jitter_probability, images, generator)
+        jittered = _choose(config.jitter_probability, draws[:, _JITTER])
         if jittered is not None:
             # A hue shifted by 0 comes back rounded, so images that are not chosen must be kept aside.
-            images = torch.where(_per_image(jittered), self._jitter(images, generator), images)
-        grey = _choose(config.grey_probability, images, generator)
+            images = torch.where(_per_image(jittered), self._jitter(images, draws), images)
+        grey = _choose(config.grey_probability, draws[:, _GREY])
         if grey is not None:
-            images = to_grey(images, grey)
-        blurred = _choose(config.blur_probability, images, generator)
+            images = torch.where(_per_image(grey), _luminance(images), images)
+        blurred = _choose(config.blur_probability, draws[:, _BLUR])
         if blurred is not None:
-            chances = _uniform((len(images),), images.device, generator)
-            images = gaussian_blur(images, _between(config.blur_sigma, chances) * blurred)
+            images = gaussian_blur(images, _between(config.blur_sigma, draws[:, _BLUR_SIGMA]).float() * blurred)
         return normalise(images, self.mean, self.std)
 
-    def _jitter(self, images: Float[Tensor, "b 3 h w"], generator: torch.Generator | None) -> Tensor:
-        config = self.config
-        reaches = (config.jitter_brightness, config.jitter_contrast, config.jitter_saturation)
-        chances = _uniform((4, len(images)), images.device, generator)
+    def _jitter(self, images: Float[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h w"]:
+        config, chances = self.config, draws.float()
         brightness, contrast, saturation = (
-            _between((max(0.0, 1 - reach), 1 + reach), chance)
-            for reach, chance in zip(reaches, chances[:3], strict=True)
+            _between((max(0.0, 1 - reach), 1 + reach), chances[:, column])
+            for reach, column in (
+                (config.jitter_brightness, _BRIGHTNESS),
+                (config.jitter_contrast, _CONTRAST),
+                (config.jitter_saturation, _SATURATION),
+            )
         )
-        hue = _between((-config.jitter_hue, config.jitter_hue), chances[3])
+        hue = _between((-config.jitter_hue, config.jitter_hue), chances[:, _HUE])
         return adjust_colours(images, brightness, contrast, saturation, hue)
 
-    def __repr__(self) -> str:
-        return f"Augment({self.config}, size={self.size}, mean={self.mean}, std={self.std})"
+
+class WholeImage(RandomCrop):
+    """The whole image, resized, with the flip and the colours of `RandomCrop`."""
+
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        """The size to which images of different sizes are squashed where they are stored."""
+        return self.size
+
+    def boxes(self, sizes: Int[Tensor, "b 2"], draws: Draws) -> Int[Tensor, "b 4"]:
+        """Return the whole of each image."""
+        return torch.cat([torch.zeros_like(sizes), sizes], dim=1)
 
 
-def _uniform(shape: Sequence[int], device: torch.device, generator: torch.Generator | None) -> Float[Tensor, "..."]:
-    if generator is not None and generator.device.type != device.type:
-        raise InputError(f"generator is on {generator.device}: make it on the images' device, {device}.")
-    return torch.rand(tuple(shape), generator=generator, device=device)
+class TestView:
+    """What is scored, with nothing random: the short side becomes `resize_to` and the centre is cut out.
+
+    Without `resize_to` the whole image is resized.
+    """
+
+    __test__ = False
+
+    def __init__(
+        self,
+        size: tuple[int, int],
+        resize_to: int | None = None,
+        mean: ChannelValues = IMAGENET_MEAN,
+        std: ChannelValues = IMAGENET_STD,
+    ) -> None:
+        _check_size(size)
+        if resize_to is not None and resize_to < max(size):
+            raise InputError(f"resize_to is {resize_to}: a crop of {size} needs at least {max(size)}.")
+        self.size, self.resize_to, self.mean, self.std = size, resize_to, mean, std
+
+    @property
+    def stored_size(self) -> tuple[int, int] | None:
+        """The size to which images of different sizes may be squashed where they are stored; None if they may not."""
+        return self.size if self.resize_to is None else None
+
+    def cut(self, images: UInt8[Tensor, "*b 3 h w"]) -> UInt8[Tensor, "*b 3 h2 w2"]:
+        """Resize and cut one image or a batch, on its device."""
+        if self.resize_to is None:
+            return resize(images, list(self.size), antialias=True)
+        return center_crop(resize(images, [self.resize_to], antialias=True), list(self.size))
+
+    def of_whole(
+        self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None, original_sizes: Tensor | None = None
+    ) -> Float[Tensor, "b 3 h2 w2"]:
+        """Return the view of whole images."""
+        return self.of_cut(self.cut(images))
+
+    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None) -> Float[Tensor, "b 3 h w"]:
+        """Return the view of images that were cut before."""
+        return normalise(images, self.mean, self.std)
+
+
+View = RandomCrop | TestView
+# The name that evaluations still use.
+Augment = RandomCrop
 
 
 def _between(bounds: Bounds, chances: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return bounds[0] + (bounds[1] - bounds[0]) * chances
 
 
-def _choose(probability: float, images: Tensor, generator: torch.Generator | None) -> Bool[Tensor, " b"] | None:
-    return _uniform((len(images),), images.device, generator) < probability if probability > 0 else None
+def _choose(probability: float, chances: Float[Tensor, " b"]) -> Bool[Tensor, " b"] | None:
+    return chances < probability if probability > 0 else None
 
 
 def _repeat_size(size: tuple[int, int], count: int, device: torch.device) -> Int[Tensor, "b 2"]:
@@ -377,23 +390,6 @@ def _per_channel(values: Sequence[float], device: torch.device) -> Float[Tensor,
     return torch.cat([torch.full((1, 1, 1), value, device=device) for value in values])
 
 
-def _check_bytes(images: Tensor) -> None:
-    if images.dtype != torch.uint8:
-        raise InputError(f"images are {images.dtype}: give bytes (torch.uint8) in 0..255.")
-
-
 def _check_size(size: tuple[int, int]) -> None:
     if min(size) < 2:
         raise InputError(f"size is {size}: give a height and a width of at least 2 pixels.")
-
-
-def _check_range(name: str, value: Bounds, highest: float = math.inf) -> None:
-    if not 0 < value[0] <= value[1] <= highest or math.isinf(value[1]):
-        bound = "" if math.isinf(highest) else f" of at most {highest:g}"
-        raise InputError(f"{name} is {value}: give two numbers{bound} above 0, the smaller one first.")
-
-
-def _check_number(name: str, value: float, highest: float = math.inf) -> None:
-    if not 0 <= value <= highest or math.isinf(value):
-        remedy = "a number of at least 0" if math.isinf(highest) else f"a number from 0 to {highest:g}"
-        raise InputError(f"{name} is {value}: give {remedy}.")

@@ -1,41 +1,145 @@
-"""Where downloads and derived files live."""
+"""The cache on disk: files that can be made again, each with a record of what it must be.
 
+A file is written once, by one process, while others wait for it; a damaged file is written again.
+"""
+
+import errno
+import json
 import math
 import os
+import shutil
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stop_mim.errors import InputError
-from stop_mim.files import why_not_written
+from stop_mim.files import locked, why_not_written, write_atomically
 
 DECODED_GIB = 4.0
-"""Sets of decoded images above this size are not kept."""
+"""Larger sets of decoded images are not cached."""
+
+_BYTES_AT_ONCE = 2**24
+
+Record = dict[str, Any]
+"""What is known of a cached file, as JSON."""
+
+
+class CacheError(InputError):
+    """The cache cannot be written."""
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """A file of the cache, what its writer recorded of it, and whether it was written just now."""
+
+    path: Path
+    record: Record
+    fresh: bool
+
+
+def cached_file(
+    name: str,
+    write: Callable[[Path], Record | None],
+    needed_bytes: int = 0,
+    checked: bool = True,
+    is_valid: Callable[[Record], bool] = lambda record: True,
+) -> CachedFile:
+    """Return the file of that name in the cache folder, written first if it is missing, damaged or not valid.
+
+    Args:
+        name: relative path, with a key of all that the contents depend on.
+        write: writes the file at the path that it is given, and returns what is to be recorded.
+        needed_bytes: space that the file needs; with less on the disk nothing is written.
+        checked: compare the whole file with its checksum, not only its size.
+        is_valid: whether what was recorded still holds.
+
+    Raises:
+        CacheError: the file cannot be written.
+    """
+    path = cache_folder() / name
+    found = _read(path, checked, is_valid)
+    if found is not None:
+        return CachedFile(path, found, fresh=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent / f".{path.name}.lock", wait=True):
+            found = _read(path, checked, is_valid)
+            if found is not None:
+                return CachedFile(path, found, fresh=False)
+            if shutil.disk_usage(path.parent).free < needed_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return CachedFile(path, _write(path, write, checked), fresh=True)
+    except OSError as error:
+        raise CacheError(
+            f"The cache folder {path.parent} cannot be written ({error.strerror or error}): set STOP_MIM_CACHE to a "
+            "folder with room."
+        ) from error
+
+
+def _write(path: Path, write: Callable[[Path], Record | None], checked: bool) -> Record:
+    record: Record = {}
+
+    def fill(draft: Path) -> None:
+        record.update(write(draft) or {})
+        record.update(bytes=draft.stat().st_size, checksum=_checksum(draft) if checked else None)
+
+    # The record comes last: without it the file is not there.
+    _record_path(path).unlink(missing_ok=True)
+    write_atomically(path, fill)
+    text = json.dumps(record)
+    write_atomically(_record_path(path), lambda draft: draft.write_text(text + "\n"))
+    # As JSON gives it back.
+    return json.loads(text)
+
+
+def _read(path: Path, checked: bool, is_valid: Callable[[Record], bool]) -> Record | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads(_record_path(path).read_text())
+        same = record["bytes"] == path.stat().st_size and (not checked or record["checksum"] == _checksum(path))
+        return record if same and is_valid(record) else None
+    return None
+
+
+def _record_path(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_BYTES_AT_ONCE):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def cache_folder() -> Path:
-    """The folder of derived files: $STOP_MIM_CACHE or ~/.cache/stop-mim."""
+    """Return the folder of cached files: $STOP_MIM_CACHE or ~/.cache/stop-mim."""
     return Path(os.environ.get("STOP_MIM_CACHE") or "~/.cache/stop-mim").expanduser()
 
 
 def require_writable_cache(folder: Path) -> None:
-    """Complain if nothing can be kept in a folder of derived files; to be asked before long work whose results go there."""
+    """Raise CacheError if nothing can be written in a folder of the cache; for use before long work."""
     if refusal := why_not_written(folder):
-        raise InputError(
-            f"The cache folder {folder} cannot be written ({refusal}): set STOP_MIM_CACHE to a folder that can."
+        raise CacheError(
+            f"The cache folder {folder} cannot be written ({refusal}): set STOP_MIM_CACHE to a folder with room."
         )
 
 
 def download_folder() -> Path:
-    """The folder of downloaded data sets: $STOP_MIM_DATA or ~/.cache/stop-mim/data."""
+    """Return the folder of downloaded datasets: $STOP_MIM_DATA or ~/.cache/stop-mim/data."""
     return Path(os.environ.get("STOP_MIM_DATA") or "~/.cache/stop-mim/data").expanduser()
 
 
 def decoded_limit() -> int:
-    """The most bytes of a set of decoded images that is kept in the cache folder: $STOP_MIM_DECODED_GIB or 4 GiB; 0 is none."""
+    """Return the largest set of decoded images that is cached, in bytes: $STOP_MIM_DECODED_GIB or 4 GiB; 0 is none."""
     given = os.environ.get("STOP_MIM_DECODED_GIB") or str(DECODED_GIB)
     try:
         limit = float(given)
     except ValueError:
         limit = math.nan
     if not 0 <= limit < math.inf:
-        raise InputError(f"STOP_MIM_DECODED_GIB is '{given}': give a number of GiB, or 0 to keep no decoded images.")
+        raise InputError(f"STOP_MIM_DECODED_GIB is '{given}': give a number of GiB, or 0 to cache no decoded images.")
     return int(limit * 2**30)

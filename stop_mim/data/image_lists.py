@@ -1,4 +1,4 @@
-"""Which images of a data set to use: by a list of their names, or drawn from each class."""
+"""Subsets of a dataset: images that a file lists by name, or a draw from each class."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -7,17 +7,17 @@ import numpy as np
 import torch
 from jaxtyping import Int, Int64
 
+from stop_mim.data.decode import IMAGE_EXTENSIONS
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.images import IMAGE_EXTENSIONS
 from stop_mim.errors import InputError
 from stop_mim.seeds import seeded_generator
 
 
 def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
-    """The indices of the images that a text file names, one a line, in its order.
+    """Return the indices of the images that a text file names, one a line, in its order.
 
     A line is an image's name, or less of its path ("n01440764_10026.JPEG" for "n01440764/n01440764_10026.JPEG"), or
-    more of it; the extension may differ or lack. Blank lines and lines that begin with # are skipped.
+    more of it; the extension may differ or be missing. Blank lines and lines that begin with # are skipped.
     """
     lines = _read_lines(path)
     candidates = _candidates(lines, source)
@@ -29,7 +29,7 @@ def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
 def draw_per_class(
     labels: Int[np.ndarray, " n"], per_class: int, seed: int, draw: int = 0, class_names: Sequence[str] = ()
 ) -> Int64[np.ndarray, " k"]:
-    """So many images of each class, sorted; a larger draw of the same number holds the smaller ones."""
+    """Draw `per_class` images of each class, sorted; a larger draw of the same number contains the smaller ones."""
     if per_class < 1:
         raise InputError(f"The number of images of each class is {per_class}: give at least 1.")
 
@@ -45,7 +45,7 @@ def draw_per_class(
 
 
 def draw_fraction(labels: Int[np.ndarray, " n"], fraction: float, seed: int, draw: int = 0) -> Int64[np.ndarray, " k"]:
-    """The same fraction of each class, but at least one image, sorted; a larger draw holds the smaller ones."""
+    """Draw a fraction of each class, at least one image, sorted; a larger draw contains the smaller ones."""
     if not 0 < fraction <= 1:
         raise InputError(f"The fraction of the images is {fraction}: give a number above 0 and up to 1.")
     return _draw(labels, lambda _, available: max(1, round(fraction * available)), seed, draw)
@@ -68,12 +68,8 @@ def _draw(labels: np.ndarray, wanted: Callable[[int, int], int], seed: int, draw
 def _read_lines(path: Path) -> list[str]:
     try:
         text = path.read_text("utf-8-sig")
-    except FileNotFoundError:
-        raise InputError(f"The list of images {path} is not there: give a text file with a name a line.") from None
     except UnicodeDecodeError:
-        raise InputError(f"The list of images {path} is no text in UTF-8: give one with a name a line.") from None
-    except OSError as error:
-        raise InputError(f"The list of images {path} cannot be read ({error.strerror}): give a text file.") from error
+        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with a name a line.") from None
     if "\0" in text:
         raise InputError(f"The list of images {path} is a binary file: give a text file with a name a line.")
     lines = [line.strip() for line in text.split("\n")]
@@ -94,7 +90,7 @@ def _candidates(lines: Iterable[str], source: ImageSource) -> dict[str, list[tup
 
 
 def _best_matches(line: str, candidates: list[tuple[int, str]]) -> list[int]:
-    """The indices that match best: the whole name, then part of its path, then both without their extensions."""
+    """Return the indices that match best: the whole name, then part of its path, then both without their extensions."""
     rules: tuple[Callable[[str], bool], ...] = (
         lambda name: name == line,
         lambda name: _agree(name, line),

@@ -1,4 +1,4 @@
-"""What every data set of images is to the rest of the package, wherever its images come from."""
+"""The base class of all datasets of images."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -8,11 +8,21 @@ import numpy as np
 from jaxtyping import UInt8
 from torch import Tensor
 
-from stop_mim.data.images import decode_image, image_size
+from stop_mim.data.decode import MAX_PIXELS, BadImage, OpenedImage, decode_image, image_size
+from stop_mim.errors import InputError
+
+SIZES_LOOKED_AT = 256
 
 
 class ImageSource(ABC):
-    """Images by index, with labels for all of them or for none; can be sent to the workers of a DataLoader."""
+    """Images by index, with labels for all of them or for none; can be pickled.
+
+    A subclass defines `encoded` if its images are stored in a file format, otherwise `read` and `size`.
+    """
+
+    max_pixels = MAX_PIXELS
+    layout = ""
+    """Name of the published layout that the data have, such as "places205"; "" if none."""
 
     def __init__(
         self, name: str, labels: dict[str, np.ndarray] | None = None, class_names: tuple[str, ...] = ()
@@ -25,64 +35,91 @@ class ImageSource(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        """The image as RGB; raises BadImage."""
-
-    @abstractmethod
-    def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
-
-    @abstractmethod
     def describe(self, index: int) -> str:
-        """Where the image lies, for a list of bad images."""
-
-    def image_name(self, index: int) -> str:
-        """What a list of images calls this one: the name of its file where it has one, with / between folders."""
-        return str(index)
+        """Where the image is stored, for a list of bad images."""
 
     @abstractmethod
     def fingerprint(self) -> str:
         """A short hexadecimal name of the contents: it changes when the data change."""
 
-    def stacked(self) -> UInt8[Tensor, "n 3 height width"] | None:
-        """All the images, if they are in memory and decoded already."""
+    def image_name(self, index: int) -> str:
+        """The name of the image in lists of images: its file's name where it has one, with / between folders."""
+        return str(index)
+
+    def encoded(self, index: int) -> bytes | None:
+        """The image as it is stored, or None if it is not stored in a file format; raises BadImage."""
         return None
-
-
-class EncodedSource(ImageSource):
-    """A source whose images are files, or pieces of files, that have to be decoded."""
-
-    max_pixels: int
-
-    @abstractmethod
-    def encoded(self, index: int) -> bytes:
-        """The image as it is stored; raises BadImage."""
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
         """The image as RGB; raises BadImage."""
-        self.check_index(index)
-        return decode_image(self.encoded(index), self.describe(index), self.max_pixels)
+        return decode_image(self._checked(index), self.describe(index), self.max_pixels)
 
     def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of the image, from its header; raises BadImage."""
-        self.check_index(index)
-        return image_size(self.encoded(index), self.describe(index))
+        """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
+        return image_size(self._checked(index), self.describe(index))
+
+    def open(self, index: int) -> OpenedImage:
+        """The image with its size, decoded only if need be; raises BadImage."""
+        encoded = self.encoded(index)
+        if encoded is None:
+            return OpenedImage.of_pixels(self.read(index).permute(1, 2, 0))
+        return OpenedImage.of(encoded, self.describe(index), self.max_pixels)
+
+    def stacked(self) -> UInt8[Tensor, "n 3 height width"] | None:
+        """All images, if they are in memory and decoded."""
+        return None
 
     def check_index(self, index: int) -> None:
-        """Raises IndexError for an index outside the source, negative ones included."""
+        """Raise IndexError for an index outside the source, negative ones included."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} has {len(self)} images, and no image {index}")
 
+    def _checked(self, index: int) -> bytes:
+        self.check_index(index)
+        return self.encoded(index) or b""
+
+
+def first_good(source: ImageSource, index: int) -> tuple[OpenedImage, list[str]]:
+    """Return the image, or the first good one after it, decoded, with the descriptions of the bad ones."""
+    bad: list[str] = []
+    for offset in range(len(source)):
+        try:
+            opened = source.open((index + offset) % len(source))
+            return OpenedImage.of_pixels(opened.decode()), bad
+        except BadImage as error:
+            bad.append(str(error))
+    raise InputError(f"None of the {len(source)} images of '{source.name}' can be read: check the data.")
+
+
+def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 height width"], list[str]]:
+    """Return the image, or the first good one after it, and the descriptions of the bad ones in between."""
+    opened, bad = first_good(source, index)
+    return opened.decode().permute(2, 0, 1), bad
+
+
+def common_size(source: ImageSource, images: np.ndarray | None = None) -> tuple[int, int] | None:
+    """Return the size of all images (or of some), judged by up to 256 evenly spread ones; None if sizes differ."""
+    numbers = np.arange(len(source)) if images is None else images
+    sizes = set()
+    for index in numbers[:: max(1, len(numbers) // SIZES_LOOKED_AT)].tolist():
+        try:
+            sizes.add(source.size(index))
+        except BadImage:
+            continue
+        if len(sizes) > 1:
+            return None
+    return sizes.pop() if sizes else None
+
 
 def class_labels(classes: np.ndarray | None) -> dict[str, np.ndarray]:
-    """The labels of a classification set; {} where an image has none (-1), as in the test splits of challenges."""
+    """Return the labels of a classification set; {} where an image has none (-1), as in the test splits of challenges."""
     if classes is None or not len(classes) or (classes < 0).any():
         return {}
     return {"class": classes.astype(np.int64)}
 
 
 def digest(parts: Iterable[object]) -> str:
-    """Sixteen hexadecimal digits that depend on the parts' texts and their order."""
+    """Return sixteen hexadecimal digits that depend on the parts' texts and their order."""
     state = hashlib.sha256()
     for part in parts:
         state.update(part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogateescape"))

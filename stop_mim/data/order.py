@@ -1,5 +1,8 @@
 """Which images are in which batch: a pure function of the batch's number, so that any batch can be the first."""
 
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -7,45 +10,115 @@ from torch import Tensor
 from stop_mim.errors import InputError
 from stop_mim.seeds import seeded_generator
 
+LEAST_IMAGES_A_BATCH = 2
 
-class BatchOrder:
-    """Every epoch is a new permutation of the images; each rank has its own part of it; the rest of an epoch is left out.
 
-    A step takes `batches_per_step` batches (gradient accumulation), and an epoch is a whole number of steps.
+@runtime_checkable
+class Order(Protocol):
+    """What `Batches` asks of an order."""
+
+    images: Int[np.ndarray, " n"]
+    """The images that it visits, as positions in the source."""
+    batch_size: int
+    """Images in the largest batch."""
+    length: int | None
+    """Batches in all; None if there is no end."""
+
+    def epoch_of(self, batch: int) -> int:
+        """The epoch of a batch, from 0."""
+        ...
+
+    def indices(self, batch: int) -> Int[Tensor, " batch"]:
+        """The images of this rank's batch of that number, as positions in the source."""
+        ...
+
+
+class ShuffledOrder:
+    """Every epoch is a new permutation of the images; each rank has its part of every batch.
+
+    Args:
+        images: the number of images of the source, or the positions of those to visit.
+        batch_size: images a batch on one rank.
+        batches_per_step: batches that make one step (gradient accumulation); an epoch is a whole number of steps.
+        drop_last: leave out the rest of an epoch. Otherwise the rest is the last batch; where it would leave a rank with
+            too few images, it joins the batch before.
     """
+
+    length: int | None = None
 
     def __init__(
         self,
-        n_images: int,
+        images: int | Int[np.ndarray, " n"],
         batch_size: int,
+        seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
         batches_per_step: int = 1,
-        seed: int = 0,
+        drop_last: bool = True,
     ) -> None:
-        self.n_images, self.batch_size, self.rank, self.world_size = n_images, batch_size, rank, world_size
-        self.steps_per_epoch = n_images // (batch_size * world_size * batches_per_step)
-        if self.steps_per_epoch < 1:
-            raise InputError(
-                f"optim.batch_size is {batch_size * world_size * batches_per_step} and there are only {n_images} images: "
-                "choose a batch that is no larger than the data set."
-            )
-        self.batches_per_epoch = self.steps_per_epoch * batches_per_step
-        self._seed = seed
+        if batch_size < 1:
+            raise InputError(f"batch_size is {batch_size}: give a number above zero.")
+        self.images = _positions(images)
+        self.seed, self.rank, self.world_size, self.drop_last = seed, rank, world_size, drop_last
+        self.n_images = n_images = len(self.images)
+        self._together = batch_size * world_size
+        if drop_last:
+            self.steps_per_epoch, self.batch_size = n_images // (self._together * batches_per_step), batch_size
+            if self.steps_per_epoch < 1:
+                raise InputError(
+                    f"optim.batch_size is {self._together * batches_per_step} and there are only {n_images} images: "
+                    "choose a batch that is no larger than the data set."
+                )
+            self.batches_per_epoch = self.steps_per_epoch * batches_per_step
+        else:
+            if n_images < world_size:
+                raise InputError(f"There are {n_images} images for {world_size} processes: start fewer processes.")
+            whole, rest = divmod(n_images, self._together)
+            enough = rest >= min(LEAST_IMAGES_A_BATCH, batch_size) * world_size
+            self.steps_per_epoch = self.batches_per_epoch = max(1, whole + enough)
+            last = n_images - (self.batches_per_epoch - 1) * self._together
+            self.batch_size = max(min(batch_size, n_images), -(-last // world_size))
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def epoch_of(self, batch: int) -> int:
-        """The epoch that this batch belongs to, from 0."""
+        """The epoch of a batch, from 0."""
         return batch // self.batches_per_epoch
 
-    def indices(self, batch: int) -> Int[Tensor, " batch_size"]:
+    def indices(self, batch: int) -> Int[Tensor, " batch"]:
         """The images of this rank's batch of that number."""
         epoch, within = divmod(batch, self.batches_per_epoch)
-        start = (within * self.world_size + self.rank) * self.batch_size
-        return self._permutation(epoch)[start : start + self.batch_size]
+        start = within * self._together
+        takes_rest = not self.drop_last and within == self.batches_per_epoch - 1
+        end = len(self.images) if takes_rest else start + self._together
+        return self._permutation(epoch)[start:end].tensor_split(self.world_size)[self.rank]
 
-    def _permutation(self, epoch: int) -> Int[Tensor, " n_images"]:
+    def _permutation(self, epoch: int) -> Int[Tensor, " n"]:
         if self._cached[0] != epoch:
-            order = torch.randperm(self.n_images, generator=seeded_generator("cpu", self._seed, "order", epoch))
-            self._cached = (epoch, order)
+            order = torch.randperm(len(self.images), generator=seeded_generator("cpu", self.seed, "order", epoch))
+            self._cached = (epoch, torch.from_numpy(self.images)[order])
         return self._cached[1]
+
+
+class SequentialOrder:
+    """All images once, in their order; each rank has every `world_size`-th of them."""
+
+    def __init__(
+        self, images: int | Int[np.ndarray, " n"], batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        if batch_size < 1:
+            raise InputError(f"batch_size is {batch_size}: give a number above zero.")
+        self.images, self.batch_size = _positions(images)[rank::world_size], batch_size
+        self.length: int | None = -(-len(self.images) // batch_size)
+
+    def epoch_of(self, batch: int) -> int:
+        """The one epoch."""
+        return 0
+
+    def indices(self, batch: int) -> Int[Tensor, " batch"]:
+        """The images of this rank's batch of that number."""
+        start = batch * self.batch_size
+        return torch.from_numpy(self.images[start : start + self.batch_size])
+
+
+def _positions(images: int | Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    return np.arange(images) if isinstance(images, int) else np.asarray(images, dtype=np.int64)

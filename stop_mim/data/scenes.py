@@ -1,6 +1,6 @@
 """Procedural scenes of 3 to 10 solids on a textured ground, with count, nearest distance and instance masks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -10,11 +10,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 from jaxtyping import Float32, Int64, UInt8
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stop_mim.data import cache
+from stop_mim.data.cache import cached_file
 from stop_mim.data.scene_layout import (
     FEWEST_OBJECTS,
     MOST_OBJECTS,
@@ -30,7 +29,6 @@ from stop_mim.data.scene_layout import (
 )
 from stop_mim.data.scene_renderer import SAMPLES_PER_SIDE, all_visible, render
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -146,49 +144,31 @@ def render_scenes(count: int, size: int = 64, seed: int = 0, first: int = 0) -> 
     return _render_sequence(count, size, seed, first, None)
 
 
-def _read_cache(file: Path, count: int, size: int) -> Scenes | None:
-    """The scenes of a file that this renderer wrote in full, else nothing."""
-    try:
-        with safe_open(file, "pt") as stored:
-            if (stored.metadata() or {}).get("renderer") != str(RENDERER_VERSION):
-                return None
-            scenes = Scenes(**{field.name: stored.get_tensor(field.name) for field in fields(Scenes)})
-    except (OSError, SafetensorError):
-        return None
-    return scenes if scenes.images.shape == (count, 3, size, size) else None
-
-
-def _write_cache(file: Path, scenes: Scenes) -> None:
-    tensors = {field.name: getattr(scenes, field.name) for field in fields(Scenes)}
-    try:
-        write_atomically(file, lambda draft: save_file(tensors, draft, {"renderer": str(RENDERER_VERSION)}))
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"the cache folder {file.parent} cannot be written ({error}): set STOP_MIM_CACHE to a folder that can."
-        ) from error
-
-
-def load_scenes(
-    count: int,
-    size: int = 64,
-    seed: int = 0,
-    cache_folder: Path | None = None,
-    progress: Progress | None = None,
-) -> Scenes:
-    """`render_scenes`, kept in the sub-folder scenes of the cache folder: $STOP_MIM_CACHE, else ~/.cache/stop-mim.
-
-    A file that cannot be read, or that another renderer version made, is rendered anew.
-    """
+def load_scenes(count: int, size: int = 64, seed: int = 0, progress: Progress | None = None) -> Scenes:
+    """Return `render_scenes`, through the cache."""
     _require_sequence(count, size, seed, 0)
-    folder = cache_folder or cache.cache_folder()
-    file = folder / "scenes" / f"seed{seed}-size{size}-count{count}.safetensors"
-    scenes = _read_cache(file, count, size)
-    if scenes is None:
+
+    def write(draft: Path) -> None:
         scenes = _render_sequence(count, size, seed, 0, progress)
-        _write_cache(file, scenes)
-    elif progress is not None:
+        save_file({field.name: getattr(scenes, field.name) for field in fields(Scenes)}, draft)
+
+    file = cached_file(f"scenes/renderer{RENDERER_VERSION}-seed{seed}-size{size}-count{count}.safetensors", write)
+    if not file.fresh and progress is not None:
         progress(count, count)
-    return scenes
+    return Scenes(**load_file(file.path))
+
+
+def parse_options(options: str, defaults: Mapping[str, int], least: Mapping[str, int]) -> dict[str, int]:
+    """Parse "key=value,…" of a name such as scenes:count=100,size=64."""
+    chosen = dict(defaults)
+    for option in filter(None, options.split(",")):
+        key, _, value = option.partition("=")
+        if key not in chosen:
+            raise InputError(f"scenes has no option '{key}': choose among {', '.join(chosen)}.")
+        if not value.isdecimal() or int(value) < least[key]:
+            raise InputError(f"The option {key} of scenes is '{value}': give a whole number of at least {least[key]}.")
+        chosen[key] = int(value)
+    return chosen
 
 
 def _draw_clip(seed: int, index: int, frames: int, objects: int | None) -> Layout:

@@ -1,4 +1,4 @@
-"""The names that the parts of a data set go by, and which part is meant when there is none of the wanted name."""
+"""Names of splits, and which split is used where the wanted one is missing."""
 
 from collections.abc import Collection
 
@@ -10,18 +10,18 @@ SPLIT_NAMES = frozenset(_TRAIN + _EVALUATION)
 
 
 class NoSplit(InputError):
-    """The data set has no such part."""
+    """The dataset has no such split."""
 
 
 def split_candidates(split: str) -> tuple[str, ...]:
-    """The names to try for a split, best first: test falls back to validation, and the other way round."""
+    """Return the names to try for a split, best first: test falls back to validation, and the other way round."""
     if split == "test":
         return _EVALUATION
     return (split, "validation", "valid", "val", "test") if split in _EVALUATION else (split,)
 
 
 def choose_split(split: str, present: Collection[str], name: str) -> str:
-    """The present split that is meant; InputError if there is none."""
+    """Return the present split that is meant; raise InputError if there is none."""
     for candidate in split_candidates(split):
         if candidate in present:
             return candidate
@@ -29,5 +29,5 @@ def choose_split(split: str, present: Collection[str], name: str) -> str:
 
 
 def are_splits(names: Collection[str]) -> bool:
-    """Whether sub-folders of these names are splits; 'train' alone among other names may be a class."""
+    """Whether sub-folders of these names are splits; "train" alone among other names may be a class."""
     return "train" in names and (set(names) == {"train"} or any(name in names for name in _EVALUATION))

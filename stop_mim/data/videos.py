@@ -1,4 +1,4 @@
-"""Videos with numbered objects: a folder in DAVIS's layout, or the package's own drawn clips.
+"""Videos with numbered objects: a folder in the layout of DAVIS, or drawn clips.
 
 A mask holds object numbers, 0 is the background. As in DAVIS's own evaluation the objects of a video are 1 to the highest
 number in its first mask, and void pixels (255) are background. Where the first mask is black and white, white is object 1.
@@ -18,10 +18,10 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from stop_mim.data.folders import sub_folders
+from stop_mim.data.decode import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, decode_image, image_size, quieten_pillow
 from stop_mim.data.image_source import digest
-from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, decode_image, image_size, quieten_pillow
-from stop_mim.data.scenes import RENDERER_VERSION, SMALLEST_SIZE, SceneVideo, render_video
+from stop_mim.data.scenes import RENDERER_VERSION, SMALLEST_SIZE, SceneVideo, parse_options, render_video
+from stop_mim.data.sources.folder import sub_folders
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import write_atomically
 
@@ -82,10 +82,9 @@ class Video(ABC):
 class FolderVideo(Video):
     """A folder of frames and a folder of masks with the same names."""
 
-    def __init__(self, name: str, frame_folder: Path, mask_folder: Path, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, name: str, frame_folder: Path, mask_folder: Path) -> None:
         self.name = name
         self.mask_folder = mask_folder
-        self.max_pixels = max_pixels
         self.frame_paths = _frame_paths(frame_folder)
         if not self.frame_paths:
             raise InputError(
@@ -121,7 +120,7 @@ class FolderVideo(Video):
         """The frame as RGB."""
         path = self.frame_paths[index]
         try:
-            return decode_image(path.read_bytes(), str(path), self.max_pixels)
+            return decode_image(path.read_bytes(), str(path), MAX_PIXELS)
         except (BadImage, OSError) as error:
             raise _unreadable(path, error) from error
 
@@ -130,7 +129,7 @@ class FolderVideo(Video):
         if not self.has_mask(index):
             return None
         path = self.mask_path(index)
-        mask = read_mask(path, self.max_pixels, white=VOID if self._is_numbered else 1)
+        mask = read_mask(path, white=VOID if self._is_numbered else 1)
         size = self._frame_size(index)
         if tuple(mask.shape) != size:
             raise InputError(
@@ -146,7 +145,7 @@ class FolderVideo(Video):
     @cached_property
     def _is_numbered(self) -> bool:
         """Whether the first mask has numbers: a later one of white alone then shows void, and no object."""
-        first = read_mask(self.mask_path(0), self.max_pixels, white=VOID)
+        first = read_mask(self.mask_path(0), white=VOID)
         return bool(((first != 0) & (first != VOID)).any())
 
     def _frame_size(self, index: int) -> tuple[int, int]:
@@ -229,7 +228,7 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> Vid
     """
     kind, _, options = name.partition(":")
     if kind == "scenes":
-        chosen = _scene_options(options)
+        chosen = parse_options(options, _SCENE_OPTIONS, _LEAST)
         count = chosen.pop("count")
         return VideoSet(name, [SceneClip(index, **chosen) for index in range(count)])
     folder = Path(name).expanduser()
@@ -282,7 +281,7 @@ def _listed_sequences(folder: Path, split: str) -> tuple[str, ...]:
     path = lists / f"{chosen}.txt"
     try:
         lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise InputError(f"{path} cannot be read as text ({error}): copy it again from the data set.") from error
     # A dictionary is a set that keeps the order: the older lists name a sequence once for each of its frames.
     sequences = tuple(dict.fromkeys(_sequence_of(line, path) for line in lines if line.strip()))
@@ -301,19 +300,7 @@ def _sequence_of(line: str, path: Path) -> str:
     return name
 
 
-def _scene_options(options: str) -> dict[str, int]:
-    chosen = dict(_SCENE_OPTIONS)
-    for option in filter(None, options.split(",")):
-        key, _, value = option.partition("=")
-        if key not in chosen:
-            raise InputError(f"The videos of scenes have no option '{key}': choose among {', '.join(chosen)}.")
-        if not value.isdecimal() or int(value) < _LEAST[key]:
-            raise InputError(f"The option {key} of scenes is '{value}': give a whole number of at least {_LEAST[key]}.")
-        chosen[key] = int(value)
-    return chosen
-
-
-def read_mask(path: Path, max_pixels: int = MAX_PIXELS, white: int = 1) -> UInt8[Tensor, "height width"]:
+def read_mask(path: Path, white: int = 1) -> UInt8[Tensor, "height width"]:
     """The numbers in a mask file: the indices of a palette image or grey values; black and white is one object, 1.
 
     Coloured pixels are looked up in DAVIS's palette. Void pixels keep their number, 255; `white` is what they are in black
@@ -322,8 +309,8 @@ def read_mask(path: Path, max_pixels: int = MAX_PIXELS, white: int = 1) -> UInt8
     try:
         encoded = path.read_bytes()
         height, width = image_size(encoded, str(path))
-        if height * width > max_pixels:
-            raise BadImage(str(path), f"{width}x{height} are more than {max_pixels:,} pixels")
+        if height * width > MAX_PIXELS:
+            raise BadImage(str(path), f"{width}x{height} are more than {MAX_PIXELS:,} pixels")
         quieten_pillow()
         image = PIL.Image.open(io.BytesIO(encoded), formats=("PNG",))
         mode, values = image.mode, np.array(image)
@@ -380,10 +367,7 @@ def write_mask(path: Path, mask: UInt8[Tensor, "height width"]) -> None:
     """Write object numbers as DAVIS does, as the indices of a palette image."""
     image = PIL.Image.fromarray(mask.cpu().numpy())
     image.putpalette(davis_palette().tobytes())
-    try:
-        write_atomically(path, lambda temporary: image.save(temporary, format="PNG"))
-    except OSError as error:
-        raise InputError(f"The mask {path} cannot be written ({error}): choose a folder that can be.") from error
+    write_atomically(path, lambda temporary: image.save(temporary, format="PNG"))
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.listed import ListedSource
 from stop_mim.data.loader import common_size
+from stop_mim.data.sources.folder import FileSource as ListedSource
 from stop_mim.errors import InputError
 
 TrainView = Literal["random_resized_crop", "resize_flip"]

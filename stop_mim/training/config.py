@@ -19,7 +19,7 @@ from stop_mim.constraints import (
     Number,
 )
 from stop_mim.data.augment import AugmentConfig
-from stop_mim.data.loader import Decode, LoaderMode
+from stop_mim.data.batches import Decode, LoaderMode
 from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 

@@ -1,10 +1,10 @@
-"""A linear probe and nearest neighbours on labelled images while an encoder trains, of which it notices nothing.
+"""A linear probe and nearest neighbours on labelled images while an encoder trains, without any effect on it.
 
 They see the target encoder's features and have their own weights, memory, order and crops, all functions of the seed.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from stop_mim.data.augment import Augment, AugmentConfig, normalise, resize_batch
+from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, View, WholeImage
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.image_source import ImageSource, digest
-from stop_mim.data.images import BadImage
-from stop_mim.data.loader import STORED_TO_USED, Progress, StoredImages, common_size, resident_budget
-from stop_mim.data.order import BatchOrder
+from stop_mim.data.batches import Batch, Batches, Placement
+from stop_mim.data.image_source import ImageSource, common_size, digest
+from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
+from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.neighbours import knn_votes
@@ -31,47 +32,28 @@ from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_te
 from stop_mim.training.config import ProbeConfig
 
 STREAM_BYTES = 4 * 2**30
-"""Pixels of labelled images that are kept: of a larger set a part that the seed chooses, 21,845 images for a size of 224.
+"""Pixels of labelled images that are kept: of a larger set a part that the seed chooses, 21,845 images of size 224.
 
 A fixed number, and not a part of the free memory, so that a resumed run has the same images.
 """
 
-IMAGES_READ_AHEAD = 1024
+MAX_WORKERS = 8
 PREFIX = "probe."
-
-
-@dataclass(frozen=True)
-class LabelledSource:
-    """A split of a data set, and the class of each of its images."""
-
-    source: ImageSource
-    classes: Int[Tensor, " n"]
 
 
 @dataclass(frozen=True)
 class ProbeData:
     """What a probe learns from and what it is scored on, with the same classes; nothing is decoded yet."""
 
-    train: LabelledSource
-    test: LabelledSource
+    train: LabelledSet
+    test: LabelledSet
     label: str
     n_classes: int
     fingerprint: str
 
 
-@dataclass(frozen=True)
-class LabelledImages:
-    """Decoded images and their classes."""
-
-    stored: StoredImages
-    classes: Int[Tensor, " n"]
-
-    def __len__(self) -> int:
-        return len(self.classes)
-
-
 def open_probe_data(name: str, label: str = "auto") -> ProbeData:
-    """Both splits of a labelled data set; whatever is missing of splits, labels or classes is an InputError."""
+    """Open both splits of a labelled dataset; raise InputError if splits, labels or classes are missing."""
     train, test = open_source(name, "train"), open_source(name, "test")
     contents = [train.fingerprint(), test.fingerprint()]
     # A name without splits is the same data for each.
@@ -88,15 +70,15 @@ def open_probe_data(name: str, label: str = "auto") -> ProbeData:
     if len(unknown) or (label == "class" and train.class_names != test.class_names):
         what = f"the {label} {unknown[0]}, which its train split has not" if len(unknown) else "classes of other names"
         raise InputError(f"probe.data is '{name}': its test split has {what}; give splits of the same classes.")
-    classes = [torch.from_numpy(np.searchsorted(values, source.labels[label])) for source in (train, test)]
-    fingerprint = digest([*contents, label])
-    return ProbeData(
-        LabelledSource(train, classes[0]), LabelledSource(test, classes[1]), label, len(values), fingerprint
+    learned, scored = (
+        LabelledSet(source, np.searchsorted(values, source.labels[label]), np.arange(len(source)))
+        for source in (train, test)
     )
+    return ProbeData(learned, scored, label, len(values), digest([*contents, label]))
 
 
 def choose_label(source: ImageSource, wanted: str) -> str:
-    """The label of that name, which must be a whole number; auto is the class, or else the first that there is."""
+    """Return the label of that name, which must be an integer; auto is the class, or else the first that there is."""
     usable = [name for name, values in source.labels.items() if np.issubdtype(values.dtype, np.integer)]
     if not usable:
         raise InputError(f"probe.data is '{source.name}': its images have no classes; give a labelled data set.")
@@ -107,57 +89,15 @@ def choose_label(source: ImageSource, wanted: str) -> str:
     return wanted
 
 
-def store_labelled(
-    labelled: LabelledSource,
-    indices: Int[Tensor, " n"],
-    size: tuple[int, int],
-    bad_images: BadImages,
-    progress: Progress | None = None,
-) -> LabelledImages:
-    """Decode these images, squashed to one size, each with its class; bad ones are left out with theirs."""
-    source, done = labelled.source, 0
-    kept: list[int] = []
-    pixels = torch.empty(len(indices), 3, *size, dtype=torch.uint8)
-    original_sizes = torch.empty(len(indices), 2, dtype=torch.long)
-
-    def read(index: int) -> tuple[Tensor, tuple[int, int]] | BadImage:
-        try:
-            image = source.read(index)
-        except BadImage as error:
-            return error
-        return resize_batch(image[None], size)[0], (image.shape[1], image.shape[2])
-
-    with ThreadPoolExecutor() as pool:
-        for part in indices.split(IMAGES_READ_AHEAD):
-            for index, image in zip(part.tolist(), pool.map(read, part.tolist()), strict=True):
-                if isinstance(image, BadImage):
-                    bad_images.add(str(image))
-                    continue
-                pixels[len(kept)], original_sizes[len(kept)] = image[0], torch.tensor(image[1])
-                kept.append(index)
-            done += len(part)
-            if progress is not None:
-                progress(done, len(indices))
-    count = len(kept)
-    return LabelledImages(StoredImages(pixels[:count], original_sizes[:count]), labelled.classes[torch.tensor(kept)])
-
-
-def stored_size(source: ImageSource, used_size: tuple[int, int]) -> tuple[int, int]:
-    """The size of all images where they have one that is no larger than is needed, else one for all."""
-    squashed = (round(used_size[0] * STORED_TO_USED), round(used_size[1] * STORED_TO_USED))
-    common = common_size(source)
-    return common if common is not None and common[0] * common[1] <= squashed[0] * squashed[1] else squashed
-
-
-def choose_images(total: int, most: int, seed: int, split: str) -> Int[Tensor, " n"]:
-    """At most so many of the images, chosen by the seed, in their order."""
+def choose_images(total: int, most: int, seed: int, split: str) -> Int[np.ndarray, " n"]:
+    """Choose at most so many of the images by the seed, in their order."""
     order = torch.randperm(total, generator=seeded_generator("cpu", seed, "probe images", split))
-    return order[:most].sort().values
+    return order[:most].sort().values.numpy()
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """For the time of the context; afterwards every module has the mode that it had."""
+    """Put a model into evaluation mode; afterwards every module has the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -171,7 +111,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 def frozen_features(
     encoder: Encoder, images: Float[Tensor, "batch 3 height width"], autocast: AbstractContextManager[Any]
 ) -> Float[Tensor, "batch dim"]:
-    """Average-pooled features of the last layer."""
+    """Return average-pooled features of the last layer."""
     with evaluation_mode(encoder), autocast:
         return encoder.embed(images, 1).float()
 
@@ -186,23 +126,13 @@ class OnlineProbe(nn.Module):
     batches: Tensor
 
     def __init__(
-        self,
-        config: ProbeConfig,
-        stream: LabelledImages,
-        test: LabelledImages,
-        n_classes: int,
-        dim: int,
-        augment: Augment,
-        device: torch.device,
-        seed: int,
-        crops: bool = True,
+        self, config: ProbeConfig, stream: Batches, test: Batches, n_classes: int, dim: int, device: torch.device
     ) -> None:
         super().__init__()
         self.config, self.stream, self.test, self.n_classes = config, stream, test, n_classes
-        self.augment, self.device, self.seed, self.crops = augment, device, seed, crops
-        self.order = BatchOrder(len(stream), min(config.batch_size, len(stream)), seed=derive_seed(seed, "probe"))
+        self._reading: tuple[int, Generator[Batch, None, None]] | None = None
         self.norm = nn.BatchNorm1d(dim, affine=False)
-        # Made without its random weights: the global generator belongs to the run.
+        # Without random weights: the global generator belongs to the run.
         self.head: nn.Linear = nn.utils.skip_init(nn.Linear, dim, n_classes)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -217,13 +147,15 @@ class OnlineProbe(nn.Module):
     @property
     def description(self) -> str:
         """How much it learns from, and how much it is scored on."""
-        return f"{self.n_classes} classes, {len(self.stream):,} labelled images, scored on {len(self.test):,} others"
+        labelled, others = self.stream.n_images, self.test.n_images
+        return f"{self.n_classes} classes, {labelled:,} labelled images, scored on {others:,} others"
 
     def learn(self, encoder: Encoder, batch: int, autocast: AbstractContextManager[Any]) -> None:
         """Update the head and the memory with the batch of that number; features that are not finite are passed over."""
-        images, classes = self._batch(batch)
+        images, classes, _ = self._batch(batch)
         features = frozen_features(encoder, images, autocast)
-        if not torch.isfinite(features).all():
+        # Batch normalisation needs two images; a batch loses those that cannot be read.
+        if classes is None or len(classes) < 2 or not torch.isfinite(features).all():
             return
         self.train()
         loss = F.cross_entropy(self.head(self.norm(features)), classes)
@@ -249,17 +181,19 @@ class OnlineProbe(nn.Module):
         if not filled:
             return {}
         self.eval()
-        pixels = self.test.stored.pixels.split(self.config.batch_size)
-        images = (normalise(part.to(self.device), self.augment.mean, self.augment.std) for part in pixels)
-        features = torch.cat([frozen_features(encoder, part, autocast) for part in images])
+        parts, labels = [], []
+        for images, found, _ in self.test.starting_at():
+            parts.append(frozen_features(encoder, images, autocast))
+            labels.append(torch.empty(0) if found is None else found)
+        features, truth = torch.cat(parts), torch.cat(labels)
         memory, classes = self.memory_features[:filled], self.memory_classes[:filled]
         votes = knn_votes(memory, classes, features, self.config.neighbours, self.n_classes)
         loss = (self.loss_sum / self.batches.clamp(min=1)).item()
         self.loss_sum.zero_()
         self.batches.zero_()
         return {
-            "probe/linear_top1": self._top1(self.head(self.norm(features))),
-            "probe/knn_top1": self._top1(votes),
+            "probe/linear_top1": _top1(self.head(self.norm(features)), truth),
+            "probe/knn_top1": _top1(votes, truth),
             "probe/loss": loss,
         }
 
@@ -273,20 +207,16 @@ class OnlineProbe(nn.Module):
         if ours:
             restore_tensors(Checkpoint(checkpoint.step, ours, {}), self, self.optimiser)
 
-    def _batch(self, number: int) -> tuple[Float[Tensor, "batch 3 height width"], Int[Tensor, " batch"]]:
-        indices = self.order.indices(number)
-        stored, generator = self.stream.stored, seeded_generator(self.device, self.seed, "probe crops", number)
-        # The images may be in the host's memory, where there was no room for them on the device.
-        pixels = stored.pixels[indices.to(stored.pixels.device)].to(self.device)
-        sizes = None if stored.original_sizes is None else stored.original_sizes[indices]
-        if self.crops:
-            images = self.augment(pixels, generator, sizes)
-        else:
-            images = self.augment.without_crop(resize_batch(pixels, self.augment.size), generator)
-        return images, self.stream.classes[indices].to(self.device)
+    def _batch(self, number: int) -> Batch:
+        if self._reading is None or self._reading[0] != number:
+            self._reading = (number, self.stream.starting_at(number))
+        _, batches = self._reading
+        self._reading = (number + 1, batches)
+        return next(batches)
 
-    def _top1(self, scores: Float[Tensor, "n classes"]) -> float:
-        return 100 * (scores.argmax(1).cpu() == self.test.classes).double().mean().item()
+
+def _top1(scores: Float[Tensor, "n classes"], classes: Int[Tensor, " n"]) -> float:
+    return 100 * (scores.argmax(1) == classes).double().mean().item()
 
 
 def make_probe(
@@ -299,23 +229,31 @@ def make_probe(
     progress: Progress | None = None,
 ) -> OnlineProbe:
     """Decode the images and make a new probe; a class is learned from crops, what a crop may change from whole images."""
-    size = stored_size(data.train.source, encoder.image_size)
-    most = {"train": max(1, STREAM_BYTES // (3 * size[0] * size[1])), "test": config.test_images}
-    sizes = {"train": size, "test": encoder.image_size}
-    images = {}
-    for split, labelled in (("train", data.train), ("test", data.test)):
-        indices = choose_images(len(labelled.source), most[split], seed, split)
+    kind = RandomCrop if data.label == "class" else WholeImage
+    view = kind(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
+    height, width = common_size(data.train.source) or view.stored_size
+    bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
+    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
+    own_seed = derive_seed(seed, "probe")
+
+    def batches(split: str, data: LabelledSet, view: View, shuffled: bool) -> Batches:
+        size = min(config.batch_size, len(data))
+        order = ShuffledOrder(data.indices, size, own_seed) if shuffled else SequentialOrder(data.indices, size)
         file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
-        bad_images = BadImages(labelled.source.name, len(indices), file)
-        images[split] = store_labelled(labelled, indices, sizes[split], bad_images, progress)
-    stream = _on_device(images["train"], device)
-    augment = Augment(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
-    crops = data.label == "class"
-    return OnlineProbe(config, stream, images["test"], data.n_classes, encoder.dim, augment, device, seed, crops)
+        bad_images = BadImages(data.source.name, len(data), file)
+        return Batches(
+            data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress
+        )
 
-
-def _on_device(images: LabelledImages, device: torch.device) -> LabelledImages:
-    stored = images.stored
-    if device.type == "cpu" or stored.pixels.numel() > resident_budget(device):
-        return images
-    return LabelledImages(StoredImages(stored.pixels.to(device), stored.original_sizes), images.classes)
+    most = max(1, STREAM_BYTES // bytes_per_image)
+    stream = data.train.part(choose_images(len(data.train), most, seed, "train"))
+    test = data.test.part(choose_images(len(data.test), config.test_images, seed, "test"))
+    whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
+    return OnlineProbe(
+        config,
+        batches("train", stream, view, shuffled=True),
+        batches("test", test, whole, shuffled=False),
+        data.n_classes,
+        encoder.dim,
+        device,
+    )

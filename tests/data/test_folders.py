@@ -7,7 +7,7 @@ import pytest
 import torch
 from written_images import one_sentence, shades, write
 
-from stop_mim.data.images import BadImage
+from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 

@@ -4,9 +4,9 @@ import pickle
 import PIL.Image
 import pytest
 
-from stop_mim.data.images import BadImage
-from stop_mim.data.listed import ListedSource
+from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
+from stop_mim.data.sources.folder import FileSource
 from stop_mim.errors import InputError
 
 
@@ -34,7 +34,7 @@ def refusal(folder, split="train"):
 
 def test_the_order_is_the_lists_and_missing_files_are_bad_images(tmp_path):
     write_image(tmp_path / "b.png", 2)
-    source = ListedSource(tmp_path, ["b.png", "a/gone.png"], "listed")
+    source = FileSource(tmp_path, ["b.png", "a/gone.png"], "listed")
     assert names(source) == ["b.png", "a/gone.png"]
     assert source.size(0) == (4, 6)
     for attempt in (source.read, source.size):

@@ -5,19 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from sklearn.linear_model import RidgeClassifier
 
 from stop_mim.data import scenes as scenes_module
-from stop_mim.data.scenes import RENDERER_VERSION, Scenes, load_scenes, render_scenes, render_video
+from stop_mim.data.scenes import Scenes, load_scenes, render_scenes, render_video
 from stop_mim.errors import InputError
 
 DISTANCE_BINS = [8.0, 8.5, 9.0, 9.5, 10.0]
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
-    return load_scenes(960, cache_folder=tmp_path_factory.mktemp("cache"))
+def many() -> Scenes:
+    return render_scenes(960)
 
 
 def assert_same(a: Scenes, b: Scenes) -> None:
@@ -93,43 +92,14 @@ def test_the_cache_gives_back_what_was_rendered(tmp_path: Path, monkeypatch: pyt
     first = load_scenes(20, size=32, progress=lambda done, total: reports.append((done, total)))
     assert reports == [(16, 20), (20, 20)]
     assert_same(first, render_scenes(20, size=32))
-    assert [file.suffix for file in (tmp_path / "scenes").iterdir()] == [".safetensors"]
     monkeypatch.setattr(scenes_module, "_render_span", None)
     assert_same(load_scenes(20, size=32, progress=lambda done, total: reports.append((done, total))), first)
     assert reports[-1] == (20, 20)
 
 
-def test_a_cache_file_that_is_torn_or_of_another_renderer_is_rendered_anew(tmp_path: Path) -> None:
-    first = load_scenes(4, size=32, cache_folder=tmp_path)
-    (file,) = (tmp_path / "scenes").iterdir()
-    whole = file.read_bytes()
-    blank = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
-    first = Scenes(**{field.name: getattr(first, field.name).clone() for field in fields(Scenes)})
-    for spoil in (
-        lambda: file.write_bytes(whole[: len(whole) // 2]),
-        lambda: file.write_bytes(b"no tensors"),
-        lambda: save_file(blank, file, {"renderer": str(RENDERER_VERSION + 1)}),
-        lambda: save_file(blank, file),
-    ):
-        spoil()
-        assert_same(load_scenes(4, size=32, cache_folder=tmp_path), first)
-        assert file.read_bytes() == whole
-
-
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tear(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-        Path(file).write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(scenes_module, "save_file", tear)
-    with pytest.raises(InputError, match="disk full"):
-        load_scenes(1, size=32, cache_folder=tmp_path)
-    assert list((tmp_path / "scenes").iterdir()) == []
-
-
-def test_loading_leaves_the_number_of_threads_as_it_was(tmp_path: Path) -> None:
+def test_rendering_leaves_the_number_of_threads_as_it_was() -> None:
     before, seen = torch.get_num_threads(), []
-    load_scenes(1, size=32, cache_folder=tmp_path)
+    render_scenes(1, size=32)
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
     thread.join()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchvision
 
-from stop_mim.data.images import BadImage
+from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 
@@ -82,8 +82,9 @@ def test_torchvision_splits_downloads_and_bad_images(tmp_path):
     assert train.describe(1) == "torchvision:SplitFake[trainval]#1"
     with pytest.raises(BadImage, match=r"SplitFake\[test\]#2: image file is truncated"):
         test.read(2)
+    train.max_pixels = 3
     with pytest.raises(BadImage, match="6x4 of more than 3 pixels"):
-        open_source("torchvision:SplitFake", max_pixels=3).read(0)
+        train.read(0)
     with pytest.raises(InputError, match="no split 'extra'"):
         open_source("torchvision:SplitFake", "extra")
 

@@ -5,6 +5,7 @@ import PIL.Image
 import pytest
 import torch
 
+from stop_mim.data import videos
 from stop_mim.data.scenes import render_video
 from stop_mim.data.videos import FolderVideo, davis_palette, open_videos, read_mask, write_mask
 from stop_mim.errors import InputError
@@ -260,9 +261,10 @@ def test_a_bad_frame_in_the_middle_is_told_when_it_is_read(tmp_path):
         bear.frame(2)
 
 
-def test_pixels_are_bounded(tmp_path):
+def test_pixels_are_bounded(tmp_path, monkeypatch):
     root = make_davis(tmp_path)
-    video = FolderVideo("bear", root / "JPEGImages/480p/bear", root / "Annotations/480p/bear", max_pixels=599)
+    video = FolderVideo("bear", root / "JPEGImages/480p/bear", root / "Annotations/480p/bear")
+    monkeypatch.setattr(videos, "MAX_PIXELS", 599)
     for read in (video.frame, video.mask):
         with pytest.raises(InputError, match="more than 599 pixels"):
             read(0)
@@ -286,7 +288,7 @@ def test_masks_are_written_as_davis_writes_them(tmp_path):
         assert image.getpalette()[:15] == [0, 0, 0, 128, 0, 0, 0, 128, 0, 128, 128, 0, 0, 0, 128]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["00000.png"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"The mask .* cannot be written \(.*\): choose a folder"):
+    with pytest.raises(FileExistsError):
         write_mask(tmp_path / "file" / "00000.png", mask)
 
 
@@ -322,7 +324,7 @@ def test_scenes_are_the_drawn_clips():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("colour=3", "The videos of scenes have no option 'colour': choose among count, size, frames, seed"),
+        ("colour=3", "no option 'colour': choose among count, size, frames, seed"),
         ("count=0", "The option count of scenes is '0': give a whole number of at least 1"),
         ("size=16", "The option size of scenes is '16': give a whole number of at least 32"),
         ("frames=-3", "The option frames of scenes is '-3'"),

@@ -14,8 +14,8 @@ from rich.console import Console
 from torch import nn
 
 from stop_mim.data.augment import AugmentConfig
+from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, digest
-from stop_mim.data.images import BadImage
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import TaskData

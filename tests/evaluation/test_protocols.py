@@ -5,8 +5,8 @@ import PIL.Image
 import pytest
 
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.listed import ListedSource
 from stop_mim.data.sources import open_source
+from stop_mim.data.sources.folder import FileSource as ListedSource
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.protocols import PROTOCOLS, choose_protocol, guess_protocol

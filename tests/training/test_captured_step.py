@@ -14,11 +14,11 @@ from stepping import (
 )
 from tiny_run import CPU, tiny_config, write_images
 
+from stop_mim.data.lookahead import prefetched
 from stop_mim.masking import Masks, MultiBlockMasks
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, SpeedConfig
-from stop_mim.training.prefetch import prefetched
 from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.step import read_outcomes

@@ -10,13 +10,13 @@ import torch
 from probed_run import NAMES, PROBE, a_probe, learn
 from sklearn.neighbors import KNeighborsClassifier
 from tiny_run import CPU, tiny_config
+from torchvision.transforms.v2.functional import resize
 
-from stop_mim.data.augment import Augment, AugmentConfig, normalise, resize_batch
-from stop_mim.data.loader import StoredImages
+from stop_mim.data.augment import normalise
 from stop_mim.errors import InputError
 from stop_mim.models.neighbours import knn_votes
 from stop_mim.training.config import ProbeConfig
-from stop_mim.training.online_probe import LabelledImages, OnlineProbe, evaluation_mode, open_probe_data
+from stop_mim.training.online_probe import evaluation_mode, make_probe, open_probe_data
 from stop_mim.training.step import make_optimiser
 
 
@@ -70,9 +70,9 @@ def test_classes_that_any_encoder_tells_apart_are_learned(colours, objective):
 
 
 def test_classes_that_nothing_tells_apart_are_not(colours, objective):
-    probe = a_probe(colours, objective)
-    shuffled = torch.randperm(len(probe.stream), generator=torch.Generator().manual_seed(0))
-    probe.stream = replace(probe.stream, classes=probe.stream.classes[shuffled])
+    data = open_probe_data(str(colours))
+    classes = np.random.default_rng(0).permutation(data.train.classes)
+    probe = make_probe(PROBE, replace(data, train=replace(data.train, labels=classes)), objective.target, CPU, 0)
     learn(probe, objective, 12)
     scores = probe.score(objective.target, nullcontext())
     assert scores["probe/linear_top1"] < 75
@@ -80,20 +80,23 @@ def test_classes_that_nothing_tells_apart_are_not(colours, objective):
 
 
 def test_the_scores_are_those_of_the_formulas(colours, objective):
-    probe = a_probe(colours, objective)
     # Labels at random, so that accuracies are not all 100.
-    generator = torch.Generator().manual_seed(1)
-    probe.stream = replace(probe.stream, classes=torch.randint(3, (36,), generator=generator))
-    probe.test = replace(probe.test, classes=torch.randint(3, (12,), generator=generator))
+    data, random = open_probe_data(str(colours)), np.random.default_rng(1)
+    splits = {
+        name: replace(part, labels=random.integers(0, 3, len(part)))
+        for name, part in (("train", data.train), ("test", data.test))
+    }
+    probe = make_probe(PROBE, replace(data, **splits), objective.target, CPU, 0)
+    classes = torch.from_numpy(splits["test"].classes)
     learn(probe, objective, 5)
     mean, variance = probe.norm.running_mean.clone(), probe.norm.running_var.clone()
     scores = probe.score(objective.target, nullcontext())
-    source = open_probe_data(str(colours)).test.source
-    pixels = resize_batch(torch.stack([source.read(index) for index in range(12)]), (32, 32))
+    source = data.test.source
+    pixels = resize(torch.stack([source.read(index) for index in range(12)]), [32, 32], antialias=True)
     features = objective.target(normalise(pixels)).mean(1).detach()
     neighbours = KNeighborsClassifier(5, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07))
     neighbours.fit(probe.memory_features.numpy(), probe.memory_classes.numpy())
-    expected = 100 * neighbours.score(features.numpy(), probe.test.classes.numpy())
+    expected = 100 * neighbours.score(features.numpy(), classes.numpy())
     assert 0 < expected < 100
     assert scores["probe/knn_top1"] == pytest.approx(expected)
     votes = knn_votes(probe.memory_features, probe.memory_classes, features, 5, 3)
@@ -103,7 +106,7 @@ def test_the_scores_are_those_of_the_formulas(colours, objective):
     assert torch.equal(probe.norm.running_mean, mean)
     standard = (features - mean) / (variance + probe.norm.eps).sqrt()
     predicted = (standard @ probe.head.weight.T + probe.head.bias).argmax(1)
-    assert scores["probe/linear_top1"] == pytest.approx(100 * (predicted == probe.test.classes).float().mean().item())
+    assert scores["probe/linear_top1"] == pytest.approx(100 * (predicted == classes).float().mean().item())
 
 
 def test_a_score_needs_a_batch_and_its_loss_is_the_mean_since_the_last(colours, objective):
@@ -120,21 +123,15 @@ def test_a_score_needs_a_batch_and_its_loss_is_the_mean_since_the_last(colours, 
     assert probe.score(objective.target, nullcontext())["probe/loss"] == pytest.approx(only)
 
 
-def empty_probe(memory, dim=2):
-    config = replace(PROBE, memory=memory, neighbours=1)
-    images = LabelledImages(StoredImages(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), None), torch.tensor([0, 1] * 2))
-    return OnlineProbe(config, images, images, 2, dim, Augment(AugmentConfig(), (32, 32)), CPU, 0)
-
-
-def test_the_memory_holds_the_newest():
-    probe = empty_probe(memory=5)
+def test_the_memory_holds_the_newest(colours, objective):
+    probe, dim = a_probe(colours, objective, replace(PROBE, memory=5)), objective.target.dim
     for start, end in pairwise((0, 3, 6, 8)):
         numbers = torch.arange(start, end)
-        probe.remember(numbers[:, None].expand(-1, 2).float(), numbers)
+        probe.remember(numbers[:, None].expand(-1, dim).float(), numbers)
     assert sorted(probe.memory_classes.tolist()) == [3, 4, 5, 6, 7]
     assert torch.equal(probe.memory_features[:, 0].long(), probe.memory_classes)
     numbers = torch.arange(100, 113)
-    probe.remember(numbers[:, None].expand(-1, 2).float(), numbers)
+    probe.remember(numbers[:, None].expand(-1, dim).float(), numbers)
     assert sorted(probe.memory_classes.tolist()) == [108, 109, 110, 111, 112]
 
 

@@ -10,7 +10,7 @@ from quiet_run import MID_EPOCH, TOTAL, comparable, quietly
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_colours
 
-from stop_mim.training import online_probe
+from stop_mim.data import batches
 from stop_mim.training.config import LogConfig, SpeedConfig
 from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
@@ -95,7 +95,7 @@ def test_scores_are_seen_by_all_who_look(tmp_path, colours):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("budget", [2**40, 0], ids=["on the device", "in the host's memory"])
 def test_a_probe_on_a_gpu_goes_on_where_it_stopped(tmp_path, colours, monkeypatch, budget):
-    monkeypatch.setattr(online_probe, "resident_budget", lambda device: budget)
+    monkeypatch.setattr(batches, "resident_budget", lambda device, processes: budget)
     speed = SpeedConfig("cuda", "auto", 4)
     quietly(train, probing(colours, tmp_path / "whole", speed=speed))
     quietly(train, probing(colours, tmp_path / "parts", speed=speed, stop_after_steps=MID_EPOCH))

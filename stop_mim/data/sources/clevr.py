@@ -1,4 +1,4 @@
-"""CLEVR in its own layout: images by split and a file of scenes, which tells what is in each image and how far away."""
+"""CLEVR in its own layout: images by split, and a file of scenes with the objects of each image and their distances."""
 
 import json
 import math
@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from stop_mim.data.images import MAX_PIXELS
-from stop_mim.data.listed import ListedSource
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources.folder import FileSource
 from stop_mim.data.splits import choose_split
 from stop_mim.errors import InputError
 
@@ -17,13 +18,25 @@ from stop_mim.errors import InputError
 _SPLITS = ("train", "val")
 
 
-class ClevrSource(ListedSource):
-    """One split, labelled with the count of objects and the distance of the nearest; the test split is val."""
+@SOURCES.register("clevr")
+class Clevr(SourceKind):
+    """A folder of CLEVR, labelled with the count of objects and the distance of the nearest; the test split is val."""
 
-    def __init__(self, folder: Path, name: str, split: str = "train", max_pixels: int = MAX_PIXELS) -> None:
-        self.split = choose_split(split, _splits(folder), name)
-        images = folder / "images" / self.split
-        scenes_path = folder / "scenes" / f"CLEVR_{self.split}_scenes.json"
+    help = "a folder of CLEVR"
+
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Whether the folder has CLEVR's images by split, and beside them its scenes or at least its questions."""
+        folder = Path(name).expanduser()
+        beside = any((folder / other).is_dir() for other in ("scenes", "questions"))
+        return bool(name) and beside and any((folder / "images" / split).is_dir() for split in (*_SPLITS, "test"))
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Open a split with its scenes."""
+        folder = Path(name).expanduser()
+        split = choose_split(split, _splits(folder), name)
+        images, scenes_path = folder / "images" / split, folder / "scenes" / f"CLEVR_{split}_scenes.json"
         scenes = _read_scenes(scenes_path)
         files = sorted(_png_names(images))
         _check_same(files, scenes, images, scenes_path)
@@ -32,13 +45,7 @@ class ClevrSource(ListedSource):
             "count": np.array(counts, dtype=np.int64),
             "distance": np.array(distances, dtype=np.float32),
         }
-        super().__init__(images, files, name, labels, max_pixels=max_pixels, layout="clevr")
-
-
-def has_clevr_layout(folder: Path) -> bool:
-    """Whether the folder has CLEVR's images by split, and beside them its scenes or at least its questions."""
-    beside = any((folder / other).is_dir() for other in ("scenes", "questions"))
-    return beside and any((folder / "images" / split).is_dir() for split in (*_SPLITS, "test"))
+        return FileSource(images, files, name, labels, layout="clevr")
 
 
 def _splits(folder: Path) -> tuple[str, ...]:
@@ -55,7 +62,7 @@ def _read_scenes(path: Path) -> dict[str, tuple[int, float]]:
         raise InputError(f"The scenes of CLEVR, {path}, are not there: put that file of CLEVR_v1.0 in place.")
     try:
         content = json.loads(path.read_bytes(), object_hook=_keep_needed)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"The scenes {path} cannot be read as JSON ({error}): give the whole file.") from error
     scenes = content.get("scenes") if isinstance(content, dict) else None
     if not isinstance(scenes, list) or not scenes:

@@ -4,17 +4,29 @@ from typing import Any
 
 import pyarrow as pa
 
-from stop_mim.data.image_source import digest
-from stop_mim.data.images import MAX_PIXELS
+from stop_mim.data.image_source import ImageSource, digest
+from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources.parquet import TableSource, image_column, label_column, read_classes
 from stop_mim.data.splits import split_candidates
-from stop_mim.data.tables import TableSource, image_column, label_column, read_classes
 from stop_mim.errors import InputError, MissingExtra
 
 
-class HubSource(TableSource):
-    """One split of a data set, named owner/name or owner/name:config."""
+@SOURCES.register("hf")
+class HubKind(SourceKind):
+    """A dataset of the hub, owner/name or owner/name:config."""
 
-    def __init__(self, address: str, split: str, max_pixels: int = MAX_PIXELS) -> None:
+    help, prefix = "hf:OWNER/NAME", "hf:"
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Download the split, if need be."""
+        return HubSource(name.removeprefix(cls.prefix), split)
+
+
+class HubSource(TableSource):
+    """One split of a dataset."""
+
+    def __init__(self, address: str, split: str) -> None:
         self._dataset, self.split = _load(address, split)
         schema = self._dataset.features.arrow_schema
         self.column = image_column(schema, f"hf:{address}")
@@ -23,14 +35,13 @@ class HubSource(TableSource):
         labels = label_column(schema)
         classes = ({}, ()) if labels is None else read_classes(self._table().column(labels), schema)
         super().__init__(f"hf:{address}", *classes)
-        self.max_pixels = max_pixels
         self.open_cells()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def describe(self, index: int) -> str:
-        """The data set, the split and the row."""
+        """The dataset, the split and the row."""
         return f"{self.name}[{self.split}]#{index}"
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""The classification data sets of torchvision, by the name of their class and options of its constructor.
+"""The classification datasets of torchvision, by the name of their class and options of its constructor.
 
 NAME or NAME,option=value, such as Places365,small=true; INaturalist is the version of 2018 unless another is named.
 """
@@ -16,9 +16,10 @@ from torch import Tensor
 from torchvision import datasets
 
 from stop_mim.data.cache import download_folder
+from stop_mim.data.decode import BadImage, quieten_pillow, rgb_pixels
 from stop_mim.data.image_source import ImageSource, class_labels, digest
-from stop_mim.data.images import MAX_PIXELS, BadImage, quieten_pillow, rgb_pixels
-from stop_mim.data.listed import INATURALIST_YEARS, inaturalist_annotations, open_inaturalist
+from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources.listed import INATURALIST_YEARS, inaturalist_annotations, open_inaturalist
 from stop_mim.data.splits import NoSplit, split_candidates
 from stop_mim.errors import InputError, first_line
 
@@ -37,31 +38,37 @@ _FOLDER_ATTRIBUTES = ("split_folder", "images_dir", "_images_folder", "root")
 _OWN_PARAMETERS = frozenset({"root", "split", "train", "download", "loader"})
 
 
-def open_torchvision(name: str, split: str, max_pixels: int = MAX_PIXELS) -> ImageSource:
-    """The data set of a class of torchvision; iNaturalist's older versions by their annotations in the same folder."""
-    class_name, options = _parse(name)
-    year = options.get("version", INATURALIST_YEARS[0])
-    if class_name == "INaturalist" and year in INATURALIST_YEARS:
+@SOURCES.register("torchvision")
+class TorchvisionKind(SourceKind):
+    """A classification dataset of torchvision; older versions of iNaturalist by their annotations."""
+
+    help, prefix = "torchvision:NAME", "torchvision:"
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Open the dataset of a class of torchvision, downloaded if it can be."""
+        class_name, options = _parse(name.removeprefix(cls.prefix))
+        year = options.get("version", INATURALIST_YEARS[0])
+        if class_name != "INaturalist" or year not in INATURALIST_YEARS:
+            return TorchvisionSource(name.removeprefix(cls.prefix), split)
         if other := sorted(options.keys() - {"version"}):
             raise InputError(f"torchvision:INaturalist of {year} has no option '{other[0]}': give version alone.")
         images = download_folder() / year
         # Without annotations the download, of more than a hundred gigabytes, would be of no use.
         if not images.is_dir() and inaturalist_annotations(download_folder(), year):
             _construct(class_name, datasets.INaturalist, {"root": str(download_folder()), "version": year})
-        return open_inaturalist(download_folder(), f"torchvision:{name}", split, year, max_pixels, images)
-    return TorchvisionSource(name, split, max_pixels)
+        return open_inaturalist(download_folder(), name, split, year, images)
 
 
 class TorchvisionSource(ImageSource):
-    """One split of a torchvision data set that gives pairs of an image and a class; others are refused."""
+    """One split of a torchvision dataset that gives pairs of an image and a class; others are refused."""
 
-    def __init__(self, name: str, split: str, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, name: str, split: str) -> None:
         class_name, options = _parse(name)
         self._dataset, self.split = _open(class_name, split, options)
         _check_pairs(class_name, self._dataset)
         labels = class_labels(_targets(self._dataset))
         super().__init__(f"torchvision:{name}", labels, _class_names(self._dataset))
-        self.max_pixels = max_pixels
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -76,11 +83,11 @@ class TorchvisionSource(ImageSource):
         return image.height, image.width
 
     def describe(self, index: int) -> str:
-        """The data set, the split and the position."""
+        """The dataset, the split and the position."""
         return f"{self.name}[{self.split}]#{index}"
 
     def image_name(self, index: int) -> str:
-        """The path within the data set's folder of images, or the position where torchvision tells no path."""
+        """The path within the dataset's folder of images, or the position where torchvision tells no path."""
         for attribute in _PATH_ATTRIBUTES:
             entries = getattr(self._dataset, attribute, None)
             if entries is not None and len(entries) == len(self):
@@ -96,8 +103,7 @@ class TorchvisionSource(ImageSource):
         return digest([self.name, len(self), labels, *ends])
 
     def _image(self, index: int) -> PIL.Image.Image:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name} has {len(self)} images, and no image {index}")
+        self.check_index(index)
         quieten_pillow()
         try:
             image = self._dataset[index][0]

@@ -4,18 +4,29 @@ import glob
 import json
 import os
 import tarfile
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
 
-from stop_mim.data.cache import cache_folder
-from stop_mim.data.image_source import EncodedSource, class_labels, digest
-from stop_mim.data.images import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage
+from stop_mim.data.cache import CacheError, cached_file
+from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage
+from stop_mim.data.image_source import ImageSource, class_labels, digest
+from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.files import write_atomically
+
+
+@SOURCES.register("wds")
+class ShardKind(SourceKind):
+    """Tar files that a pattern with braces, or a glob, names."""
+
+    help, prefix = "wds:PATTERN.tar", "wds:"
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Open the shards, which have no splits."""
+        return ShardSource(name.removeprefix(cls.prefix))
 
 
 @dataclass
@@ -28,10 +39,10 @@ class ShardIndex:
     classes: list[int]
 
 
-class ShardSource(EncodedSource):
+class ShardSource(ImageSource):
     """The samples with an image in uncompressed tar files, in the order in which they are stored."""
 
-    def __init__(self, pattern: str, max_pixels: int = MAX_PIXELS) -> None:
+    def __init__(self, pattern: str) -> None:
         self.paths = shard_paths(pattern)
         indexes = [shard_index(path) for path in self.paths]
         self._ends = np.cumsum([len(index.members) for index in indexes])
@@ -39,7 +50,6 @@ class ShardSource(EncodedSource):
             raise InputError(f"The shards wds:{pattern} hold no images: give tar files with jpg, png or webp members.")
         classes = np.array([label for index in indexes for label in index.classes], dtype=np.int64)
         super().__init__(f"wds:{pattern}", class_labels(classes))
-        self.max_pixels = max_pixels
         # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
         self._members = np.array([os.fsencode(member) for index in indexes for member in index.members])
         self._offsets = np.array([offset for index in indexes for offset in index.offsets], dtype=np.int64)
@@ -96,14 +106,16 @@ def shard_paths(pattern: str) -> list[Path]:
 
 def shard_index(path: Path) -> ShardIndex:
     """The index of a tar file, from the cache folder if the file has not changed since."""
-    cached = cache_folder() / "shards" / f"{digest([path.resolve(), *_state(path)])}.json"
-    with suppress(OSError, ValueError, TypeError):
-        return ShardIndex(**json.loads(cached.read_text()))
-    index = _build_index(path)
-    # The cache only saves time: where it cannot be written, the next run indexes again.
-    with suppress(OSError):
-        write_atomically(cached, lambda draft: draft.write_text(json.dumps(asdict(index))))
-    return index
+
+    def write(draft: Path) -> None:
+        draft.write_text(json.dumps(asdict(_build_index(path))))
+
+    try:
+        cached = cached_file(f"shards/{digest([path.resolve(), *_state(path)])}.json", write)
+    except CacheError:
+        # The cache only saves time: where it cannot be written, the next run indexes again.
+        return _build_index(path)
+    return ShardIndex(**json.loads(cached.path.read_text()))
 
 
 def _build_index(path: Path) -> ShardIndex:

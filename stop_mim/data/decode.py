@@ -1,0 +1,403 @@
+"""Encoded images to RGB pixels, on the CPU or on a GPU. Every failure is a BadImage with a reason, never a warning.
+
+Usual JPEGs go through torchvision's libjpeg (or nvJPEG), everything else through Pillow. Transparent pixels are put on
+white, 16-bit samples keep their high byte, EXIF orientation is applied, and of an animation the first frame is read.
+"""
+
+import importlib
+import io
+import re
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import torch
+from jaxtyping import UInt8
+from PIL import ExifTags
+from torch import Tensor
+from torch.nn import functional
+
+from stop_mim.data.augment import crop_and_resize
+from stop_mim.errors import first_line
+
+MAX_PIXELS = 2**26
+"""The most pixels an image may have: 67,108,864, which is 8192 by 8192."""
+IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"})
+
+SHRINKS = (8, 4)
+"""Factors at which libjpeg decodes a smaller image; smaller factors take as long as the whole image."""
+GPU_MAX_PIXELS = 2**24
+"""Larger images are decoded on the CPU, which can decode them at a fraction of their size."""
+GPU_PIXELS_AT_ONCE = 2**24
+"""The most pixels that a GPU decodes, or crops, at once: this bounds the memory."""
+
+# Named, because Pillow would otherwise also try formats that run other programs (EPS).
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_PILLOW_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
+_AS_RGB = 3  # torchvision's ImageReadMode.RGB
+_AS_STORED: tuple[bool, tuple[int, ...]] = (False, ())
+# EXIF orientation: whether height and width are exchanged, and which dimensions are flipped after that.
+_ORIENTATIONS: dict[int, tuple[bool, tuple[int, ...]]] = {
+    2: (False, (1,)),
+    3: (False, (0, 1)),
+    4: (False, (0,)),
+    5: (True, ()),
+    6: (True, (1,)),
+    7: (True, (0, 1)),
+    8: (True, (0,)),
+}
+# JPEG: baseline, extended and progressive frames with Huffman codes; all other frames are rare or lossless.
+_USUAL_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
+_SEGMENTS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})
+_EXIF_SEGMENT, _EXIF = 0xE1, b"Exif\0\0"
+
+Box = tuple[int, int, int, int]
+"""(top, left, height, width) in pixels."""
+GpuDecoder = Callable[[list[Tensor]], list[Tensor]]
+"""From encoded images (bytes on the CPU) to (3, height, width) bytes on the GPU; raises RuntimeError if one fails."""
+
+
+class BadImage(Exception):
+    """An image that cannot be read: its name and the reason."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        # Both go to Exception, or unpickling (from a worker) would fail.
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+def decode_image(encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 height width"]:
+    """Return the upright RGB image; the number of pixels is checked from the header, before anything is decoded."""
+    return OpenedImage.of(encoded, name, max_pixels).decode().permute(2, 0, 1).contiguous()
+
+
+class OpenedImage:
+    """An image whose size is known: a usual JPEG that is not decoded yet, or pixels."""
+
+    def __init__(
+        self,
+        pixels: UInt8[Tensor, "height width 3"] | None,
+        size: tuple[int, int],
+        encoded: bytes = b"",
+        name: str = "",
+        components: int = 0,
+    ) -> None:
+        self.size, self.encoded, self.name, self.components = size, encoded, name, components
+        self._pixels = pixels
+
+    @classmethod
+    def of(cls, encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> "OpenedImage":
+        """Open an encoded image; raises BadImage."""
+        header = jpeg_header(encoded)
+        if header is not None and header.height * header.width <= max_pixels:
+            return cls(None, (header.height, header.width), encoded, name, header.components)
+        return cls.of_pixels(_decode_with_pillow(encoded, name, max_pixels))
+
+    @classmethod
+    def of_pixels(cls, pixels: UInt8[Tensor, "height width 3"]) -> "OpenedImage":
+        """Open an image that is decoded already."""
+        return cls(pixels, (pixels.shape[0], pixels.shape[1]))
+
+    @property
+    def suits_gpu(self) -> bool:
+        """Whether nvJPEG may decode it: a whole file (it would fill the rest with grey) in colour, not too large."""
+        height, width = self.size
+        return self.components == 3 and height * width <= GPU_MAX_PIXELS and _has_end(self.encoded)
+
+    def decode(self) -> UInt8[Tensor, "height width 3"]:
+        """Return the whole image; raises BadImage."""
+        if self._pixels is None:
+            quick = _decode_usual_jpeg(self.encoded)
+            return _decode_with_pillow(self.encoded, self.name) if quick is None else quick
+        return self._pixels
+
+    def decode_part(self, box: Box, size: tuple[int, int]) -> tuple[UInt8[Tensor, "height width 3"], Box]:
+        """Return pixels, and the box in them, for a box that will be resized to `size`; raises BadImage.
+
+        A JPEG whose box is at least four (eight) times as large as `size` both ways is decoded at a quarter (an eighth)
+        of its size, which is quicker. libjpeg shrinks it and it is resized with antialiasing from there: the finest
+        details differ a little, and the box is rounded to pixels of the shrunken image.
+        """
+        for shrink in SHRINKS if self._pixels is None else ():
+            if box[2] >= shrink * size[0] and box[3] >= shrink * size[1]:
+                pixels = _decode_shrunk_jpeg(self.encoded, self.name, shrink)
+                return pixels, _scaled(box, pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1])
+        pixels = self.decode()
+        if tuple(pixels.shape[:2]) != self.size:
+            raise BadImage(self.name, "its header tells another size than it has")
+        return pixels, box
+
+
+def _scaled(box: Box, rows: float, columns: float) -> Box:
+    top, left, height, width = box
+    ends = round((top + height) * rows), round((left + width) * columns)
+    top, left = round(top * rows), round(left * columns)
+    return top, left, ends[0] - top, ends[1] - left
+
+
+def cut(pixels: UInt8[Tensor, "height width 3"], box: Box, size: tuple[int, int]) -> UInt8[Tensor, "height2 width2 3"]:
+    """Cut a box, which must lie inside the image, and resize it with antialiased bilinear interpolation."""
+    top, left, height, width = box
+    # A batch of one in channels-last layout: the resizing of bytes works pixel by pixel, and is quickest there.
+    images = pixels.contiguous()[None].permute(0, 3, 1, 2)
+    inside = images[:, :, top : top + height, left : left + width]
+    return functional.interpolate(inside, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+
+
+def image_size(encoded: bytes | io.BufferedReader, name: str) -> tuple[int, int]:
+    """Return (height, width) of the upright image, from the header alone."""
+    with _failures_as_bad_image(name, MAX_PIXELS):
+        image = _open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
+        exchanged, _ = _ORIENTATIONS.get(_orientation(image), _AS_STORED)
+        return (image.width, image.height) if exchanged else (image.height, image.width)
+
+
+def rgb_pixels(image: PIL.Image.Image) -> UInt8[Tensor, "3 height width"]:
+    """Return the pixels of a Pillow image of any mode but floating point, as RGB on white."""
+    return _interleaved(image).permute(2, 0, 1).contiguous()
+
+
+def quieten_pillow() -> None:
+    """Ignore the warnings of Pillow from now on: what they say becomes a BadImage or does not matter."""
+    # A lasting filter, since catch_warnings leaves the filters in disorder when several threads decode.
+    if _PILLOW_WARNINGS not in warnings.filters:
+        warnings.filterwarnings("ignore", module=_PILLOW_WARNINGS[3].pattern)
+
+
+def _decode_with_pillow(encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "height width 3"]:
+    with _failures_as_bad_image(name, max_pixels):
+        image = _open(io.BytesIO(encoded))
+        if image.height * image.width > max_pixels:
+            raise ValueError(_too_large(f"{image.width}x{image.height}", max_pixels))
+        exchanged, flipped = _ORIENTATIONS.get(_orientation(image), _AS_STORED)
+        pixels = _interleaved(image)
+        pixels = pixels.transpose(0, 1) if exchanged else pixels
+        return pixels.flip(flipped) if flipped else pixels
+
+
+def _decode_shrunk_jpeg(encoded: bytes, name: str, shrink: int) -> UInt8[Tensor, "height width 3"]:
+    """Decode a usual JPEG at a fraction of its size, which libjpeg makes from the lowest frequencies of each block."""
+    with _failures_as_bad_image(name, MAX_PIXELS):
+        image = _open(io.BytesIO(encoded))
+        image.draft("RGB", (image.width // shrink, image.height // shrink))
+        return _interleaved(image)
+
+
+def _interleaved(image: PIL.Image.Image) -> UInt8[Tensor, "height width 3"]:
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no known range")
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).astype(np.int64).clip(0, 65535) >> 8
+        return torch.from_numpy(grey.astype(np.uint8))[..., None].expand(-1, -1, 3)
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image)
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    return torch.from_numpy(np.array(image))
+
+
+@contextmanager
+def _failures_as_bad_image(name: str, max_pixels: int) -> Iterator[None]:
+    quieten_pillow()
+    try:
+        yield
+    except PIL.UnidentifiedImageError:
+        raise BadImage(name, "not an image in one of the formats " + ", ".join(_FORMATS)) from None
+    except PIL.Image.DecompressionBombError:
+        raise BadImage(name, _too_large("an image", max_pixels)) from None
+    # Pillow's plugins raise a dozen kinds of exceptions for corrupt files, SyntaxError and struct.error among them.
+    except Exception as error:
+        raise BadImage(name, first_line(error)) from error
+
+
+def _too_large(what: str, max_pixels: int) -> str:
+    pillow_limit = 2 * (PIL.Image.MAX_IMAGE_PIXELS or max_pixels)
+    return f"{what} of more than {min(max_pixels, pillow_limit):,} pixels"
+
+
+def _open(stream: io.BytesIO | io.BufferedReader) -> PIL.Image.Image:
+    if not stream.read(1):
+        raise ValueError("the file is empty")
+    stream.seek(0)
+    image = PIL.Image.open(stream, formats=_FORMATS)
+    if not image.height * image.width:
+        raise ValueError(f"an image of {image.width}x{image.height} pixels")
+    return image
+
+
+def _orientation(image: PIL.Image.Image) -> int:
+    # Pillow turns TIFFs itself; and it would decode a whole PNG to look for EXIF behind the pixels.
+    return 1 if image.format == "TIFF" else _exif_orientation(image.info.get("exif"))
+
+
+def _exif_orientation(encoded_exif: bytes | None) -> int:
+    if not encoded_exif:
+        return 1
+    quieten_pillow()
+    exif = PIL.Image.Exif()
+    try:
+        exif.load(encoded_exif)
+        return int(exif.get(ExifTags.Base.Orientation, 1))
+    except Exception:
+        return 1  # A broken note on the image does not make a bad image.
+
+
+class JpegHeader(NamedTuple):
+    """The size of a usual, upright JPEG, and its number of components: 1 is grey, 3 is colour."""
+
+    height: int
+    width: int
+    components: int
+
+
+def jpeg_header(encoded: bytes) -> JpegHeader | None:
+    """Return the header of a usual JPEG; None for everything that Pillow has to decode, damaged files included.
+
+    Usual means Huffman-coded with eight bits a sample, one or three components, and upright.
+    """
+    if not encoded.startswith(b"\xff\xd8"):
+        return None
+    place, exif = 2, b""
+    while place + 10 <= len(encoded):
+        if encoded[place] != 0xFF:
+            return None
+        marker = encoded[place + 1]
+        if marker in _USUAL_FRAMES:
+            return _frame_header(encoded, place + 4) if _exif_orientation(exif) == 1 else None
+        if marker not in _SEGMENTS:
+            return None
+        length = int.from_bytes(encoded[place + 2 : place + 4], "big")
+        if length < 2:
+            return None
+        if marker == _EXIF_SEGMENT and encoded.startswith(_EXIF, place + 4):
+            if exif:
+                return None
+            exif = encoded[place + 4 : place + 2 + length]
+        place += 2 + length
+    return None
+
+
+def _frame_header(encoded: bytes, place: int) -> JpegHeader | None:
+    bits, height, width, components = struct.unpack_from(">BHHB", encoded, place)
+    usual = bits == 8 and components in (1, 3) and 0 < height * width <= MAX_PIXELS
+    return JpegHeader(height, width, components) if usual else None
+
+
+def _has_end(encoded: bytes) -> bool:
+    return encoded.rstrip(b"\0").endswith(b"\xff\xd9")
+
+
+def _as_tensor(encoded: bytes) -> UInt8[Tensor, " n"]:
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+
+
+def _decode_usual_jpeg(encoded: bytes) -> UInt8[Tensor, "height width 3"] | None:
+    decode = _torchvision_operator("decode_jpeg")
+    # Where torchvision fails it leaks memory, so that it is not asked to decode files that were cut off.
+    if decode is None or not _has_end(encoded):
+        return None
+    try:
+        return decode(_as_tensor(encoded), _AS_RGB, False).permute(1, 2, 0)
+    except RuntimeError:
+        return None
+
+
+@cache
+def _torchvision_operator(name: str) -> Callable[..., Any] | None:
+    # The function around the operator, which announces its removal at each call, costs half as much as a small image.
+    try:
+        importlib.import_module("torchvision.io")
+        return getattr(torch.ops.image, name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def gpu_decoder(device: torch.device) -> GpuDecoder | None:
+    """Return torchvision's decoder for this device, nvJPEG, if there is one and it works."""
+    if device.type != "cuda" or gpu_obstacle(device):
+        return None
+    return lambda encoded: _decode_with_nvjpeg(encoded, device)
+
+
+def _decode_with_nvjpeg(encoded: list[Tensor], device: torch.device) -> list[Tensor]:
+    operator = _torchvision_operator("decode_jpegs_cuda")
+    if operator is None:
+        raise RuntimeError("torchvision comes without nvJPEG")
+    return operator(encoded, _AS_RGB, device)
+
+
+@cache
+def gpu_obstacle(device: torch.device) -> str:
+    """Return why torchvision's decoder does not work on this GPU, in a few words; "" if it does."""
+    colour = (200, 100, 50)
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (32, 16), colour).save(buffer, "JPEG", quality=95)
+    try:
+        torch.cuda.synchronize(device)
+        (pixels,) = _decode_with_nvjpeg([_as_tensor(buffer.getvalue())], device)
+        difference = pixels.cpu().int() - torch.tensor(colour)[:, None, None]
+    except RuntimeError as error:
+        return first_line(error)
+    right = pixels.shape == (3, 16, 32) and bool((difference.abs() < 8).all())
+    return "" if right else "it decodes wrongly"
+
+
+def decode_on_gpu(decoder: GpuDecoder, images: Sequence[OpenedImage]) -> list[Tensor | None]:
+    """Decode JPEGs; None for those that fail, which are found by halving the list."""
+    try:
+        decoded = decoder([_as_tensor(image.encoded) for image in images])
+    except RuntimeError:
+        if len(images) == 1:
+            return [None]
+        half = len(images) // 2
+        return decode_on_gpu(decoder, images[:half]) + decode_on_gpu(decoder, images[half:])
+    pairs = zip(decoded, images, strict=True)
+    return [pixels if tuple(pixels.shape) == (3, *image.size) else None for pixels, image in pairs]
+
+
+def bounded_groups(areas: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Split images of these (height, width) into groups that fit GPU_PIXELS_AT_ONCE when padded to one size."""
+    group: list[int] = []
+    height = width = 0
+    for place in sorted(range(len(areas)), key=lambda place: areas[place]):
+        taller, wider = max(height, areas[place][0]), max(width, areas[place][1])
+        if group and taller * wider * (len(group) + 1) > GPU_PIXELS_AT_ONCE:
+            yield group
+            group, (taller, wider) = [], areas[place]
+        group.append(place)
+        height, width = taller, wider
+    if group:
+        yield group
+
+
+def cut_each(
+    images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[int, int]
+) -> UInt8[Tensor, "batch 3 height width"]:
+    """Cut a box out of each image, whatever its size, and resize it with antialiasing, on the images' device."""
+    crops = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=images[0].device)
+    for group in bounded_groups([(box[2], box[3]) for box in boxes]):
+        stacked, inside = _stack([images[place] for place in group], [boxes[place] for place in group])
+        resized = crop_and_resize(stacked, inside.to(crops.device), size).round_().clamp_(0, 255)
+        crops[torch.tensor(group, device=crops.device)] = resized.to(torch.uint8)
+    return crops
+
+
+def _stack(images: Sequence[Tensor], boxes: Sequence[Box]) -> tuple[Tensor, Tensor]:
+    if len({image.shape for image in images}) == 1:
+        return torch.stack(list(images)), torch.tensor(boxes)
+    height, width = max(box[2] for box in boxes), max(box[3] for box in boxes)
+    # Not filled outside of the crops: what is outside of a box has no weight.
+    canvas = images[0].new_empty(len(images), 3, height, width)
+    for place, (image, (top, left, tall, wide)) in enumerate(zip(images, boxes, strict=True)):
+        canvas[place, :, :tall, :wide] = image[:, top : top + tall, left : left + wide]
+    return canvas, torch.tensor([(0, 0, box[2], box[3]) for box in boxes])

@@ -1,0 +1,43 @@
+"""Kinds of datasets, one file each: `open_source` finds the kind that a name belongs to and opens it.
+
+A new kind is a class in a file here, or in a plugin, with the decorator `@SOURCES.register`.
+"""
+
+from typing import ClassVar
+
+from stop_mim.data.image_source import ImageSource
+from stop_mim.errors import InputError
+from stop_mim.registry import Registry
+
+
+class SourceKind:
+    """A kind of dataset: which names belong to it, and how they are opened."""
+
+    help: ClassVar[str]
+    """The names of this kind, such as "torchvision:NAME", for help and errors."""
+    prefix: ClassVar[str] = ""
+    """Names of this kind begin with this; a kind that tells its names otherwise overrides `matches`."""
+    is_general: ClassVar[bool] = False
+    """Whether more special kinds are tried first."""
+
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Whether this kind opens the name."""
+        return name.startswith(cls.prefix) and len(name) > len(cls.prefix) > 0
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Open the dataset; one without splits is the same data for each split."""
+        raise NotImplementedError
+
+
+SOURCES: Registry[type[SourceKind]] = Registry("kind of data set", "stop_mim.data.sources")
+
+
+def open_source(name: str, split: str = "train") -> ImageSource:
+    """Open the dataset of this name; one without splits is the same data for each split."""
+    for kind in sorted(SOURCES.values(), key=lambda kind: kind.is_general):
+        if kind.matches(name):
+            return kind.open(name, split)
+    kinds = ", ".join(dict.fromkeys(kind.help for kind in SOURCES.values()))
+    raise InputError(f"There is no data set '{name}': give one of {kinds}.")

@@ -1,0 +1,152 @@
+"""Images in a folder: the sub-folders of the first level, if there are any, are the classes or the splits."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
+from stop_mim.data.image_source import ImageSource, class_labels, digest
+from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources.parquet import ParquetSource, parquet_files
+from stop_mim.data.splits import are_splits, choose_split
+from stop_mim.errors import InputError
+
+
+@SOURCES.register("folder")
+class FolderKind(SourceKind):
+    """Images, class folders, splits of them, or parquet files."""
+
+    help = "a folder of images"
+    is_general = True
+
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Whether this kind opens the name; the empty name would be the current folder."""
+        return bool(name) and Path(name).expanduser().is_dir()
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Open the folder, or the sub-folder of the split."""
+        folder = Path(name).expanduser()
+        class_names: tuple[str, ...] = ()
+        names = sub_folders(folder)
+        if are_splits(names):
+            # The test split may lack a class of the training split, and must number the others as that does.
+            class_names = sub_folders(folder / "train")
+            folder = folder / choose_split(split, names, name)
+        if files := parquet_files(folder, split):
+            return ParquetSource(files, name)
+        paths = sorted(_image_paths(folder))
+        if not paths:
+            extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
+            raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
+        classes, class_names = _classes(paths, folder, class_names)
+        return FileSource(folder, paths, name, class_labels(classes), class_names)
+
+
+class FileSource(ImageSource):
+    """Files by their paths within a folder, in the given order; a missing file is a bad image when it is read."""
+
+    def __init__(
+        self,
+        folder: Path,
+        paths: Sequence[str],
+        name: str,
+        labels: dict[str, np.ndarray] | None = None,
+        class_names: tuple[str, ...] = (),
+        layout: str = "",
+    ) -> None:
+        super().__init__(name, labels, class_names)
+        self.layout, self._root = layout, str(folder)
+        # One array, not a list: reading a list's strings in forked workers would copy its memory page by page.
+        self._paths = np.array([os.fsencode(path) for path in paths])
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    # Without pathlib, which costs as much as reading a small file.
+    def describe(self, index: int) -> str:
+        """The path of the file."""
+        return os.path.join(self._root, os.fsdecode(bytes(self._paths[index])))
+
+    def encoded(self, index: int) -> bytes:
+        """The bytes of the file; raises BadImage."""
+        path = self.describe(index)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                return file.read()
+        except OSError as error:
+            raise BadImage(path, error.strerror or str(error)) from error
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(height, width) of the image, reading no more of the file than its header; raises BadImage."""
+        self.check_index(index)
+        path = self.describe(index)
+        try:
+            with open(path, "rb") as file:
+                return image_size(file, path)
+        except OSError as error:
+            raise BadImage(path, error.strerror or str(error)) from error
+
+    def image_name(self, index: int) -> str:
+        """The path within the folder."""
+        return os.fsdecode(bytes(self._paths[index])).replace(os.sep, "/")
+
+    def fingerprint(self) -> str:
+        """Depends on the paths within the folder, the sizes and times of the files, and the labels."""
+        labels = (part for key in sorted(self.labels) for part in (key, self.labels[key].tobytes()))
+        return digest([*self._file_states(), *labels])
+
+    def _file_states(self) -> Iterator[object]:
+        for index in range(len(self)):
+            try:
+                state = os.stat(self.describe(index))
+                yield from (self.image_name(index), state.st_size, state.st_mtime_ns)
+            except FileNotFoundError:
+                yield from (self.image_name(index), -1, -1)
+
+
+def sub_folders(folder: Path) -> tuple[str, ...]:
+    """Return the names of the visible sub-folders, sorted."""
+    return tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
+
+
+def _image_paths(folder: Path) -> Iterator[str]:
+    """Yield paths within the folder; links to folders are followed, but not back to a folder that contains them."""
+    visible: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    while visible:
+        prefix, ancestors = visible.pop()
+        state = os.stat(folder / prefix)
+        identity = (state.st_dev, state.st_ino)
+        if identity in ancestors:
+            continue
+        with os.scandir(folder / prefix) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    visible.append((prefix + entry.name + os.sep, ancestors | {identity}))
+                elif entry.name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and entry.is_file():
+                    yield prefix + entry.name
+
+
+def _classes(paths: list[str], folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    at_top = [path for path in paths if os.sep not in path]
+    if len(at_top) == len(paths):
+        return None, ()
+    if at_top:
+        raise InputError(
+            f"The folder {folder} has images both at its top ({at_top[0]}) and in sub-folders: move them all into "
+            "sub-folders (one a class) or all to the top (no classes)."
+        )
+    found = [path.partition(os.sep)[0] for path in paths]
+    names = class_names or tuple(sorted(set(found)))
+    positions = {name: position for position, name in enumerate(names)}
+    if unknown := sorted(set(found) - set(names)):
+        raise InputError(
+            f"The folder {folder / unknown[0]} is no class of the training split: its name must be that of one of "
+            f"the {len(names)} sub-folders there."
+        )
+    return np.array([positions[name] for name in found], dtype=np.int64), names

@@ -1,0 +1,170 @@
+"""Places205 and iNaturalist in the layouts of their publishers: image files with their classes in a list."""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from stop_mim.data.image_source import ImageSource, class_labels
+from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources.folder import FileSource
+from stop_mim.data.splits import choose_split
+from stop_mim.errors import InputError
+
+INATURALIST_YEARS = ("2018", "2017", "2019")
+"""The years whose archives hold training and validation images together; only the annotations tell which is which."""
+
+# Where the archives of Places205 put the lists and the images, and where people move them to.
+_PLACES205_LISTS = ("trainvalsplit_places205", ".")
+_PLACES205_IMAGES = ("data/vision/torralba/deeplearning/images256", "images256", ".")
+_PLACES205_CLASSES = 205
+
+_INATURALIST_IMAGES = {"2017": "train_val_images"}
+
+
+@SOURCES.register("places205")
+class Places205(SourceKind):
+    """A folder with train_places205.csv or val_places205.csv, "a/abbey/x.jpg 0" a line; the test split is val."""
+
+    help = "a folder of Places205"
+
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Whether this kind opens the name."""
+        return bool(name) and bool(_places205_lists(Path(name).expanduser()))
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Open a split by its list."""
+        folder = Path(name).expanduser()
+        lists = _places205_lists(folder)
+        list_path = lists[choose_split(split, lists, name)]
+        pairs = [_path_and_class(line, list_path) for line in _text_lines(list_path)]
+        if not pairs:
+            raise InputError(f"The list {list_path} is empty: give that of Places205, with a path and a class a line.")
+        paths, classes = zip(*pairs, strict=True)
+        names = {label: path.rpartition("/")[0] for path, label in pairs}
+        class_names = tuple(names.get(label, str(label)) for label in range(_PLACES205_CLASSES))
+        images = _places205_images(folder, paths[0], list_path)
+        return FileSource(images, paths, name, class_labels(np.array(classes)), class_names, "places205")
+
+
+@SOURCES.register("inaturalist")
+class INaturalist(SourceKind):
+    """A folder with annotations such as train2018.json, whose category numbers are the classes; the test split is val."""
+
+    help = "a folder of iNaturalist"
+
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        """Whether this kind opens the name."""
+        return bool(name) and _inaturalist_year(Path(name).expanduser()) is not None
+
+    @classmethod
+    def open(cls, name: str, split: str) -> ImageSource:
+        """Open a split by its annotations."""
+        folder = Path(name).expanduser()
+        return open_inaturalist(folder, name, split, _inaturalist_year(folder) or "")
+
+
+def inaturalist_annotations(folder: Path, year: str) -> dict[str, Path]:
+    """Return the files of annotations of that year in the folder, by split."""
+    paths = {split: folder / f"{split}{year}.json" for split in ("train", "val")}
+    return {split: path for split, path in paths.items() if path.is_file()}
+
+
+def _inaturalist_year(folder: Path) -> str | None:
+    return next((year for year in INATURALIST_YEARS if inaturalist_annotations(folder, year)), None)
+
+
+def open_inaturalist(folder: Path, name: str, split: str, year: str, images: Path | None = None) -> FileSource:
+    """Open iNaturalist of a year; the images are in the folder that the archive unpacks to, or in the one given."""
+    annotations = inaturalist_annotations(folder, year)
+    if not annotations:
+        raise InputError(
+            f"{name} has neither train{year}.json nor val{year}.json in {folder}: put the annotations of iNaturalist "
+            f"{year} there, since the archive of its images does not tell training and validation images apart."
+        )
+    path = annotations[choose_split(split, annotations, name)]
+    pairs, class_names = _read_annotations(path)
+    # The first folder of a file's name is the one that the archive unpacks to.
+    paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
+    images = images or folder / _INATURALIST_IMAGES.get(year, f"train_val{year}")
+    if not (images / paths[0]).is_file():
+        raise InputError(f"{images / paths[0]}, the first image of {path}, is not there: unpack the images there.")
+    labels = class_labels(np.array([label for _, label in pairs]))
+    return FileSource(images, paths, name, labels, class_names, f"inat{year[2:]}")
+
+
+def _places205_lists(folder: Path) -> dict[str, Path]:
+    for parent in _PLACES205_LISTS:
+        lists = {split: folder / parent / f"{split}_places205.csv" for split in ("train", "val")}
+        if found := {split: path for split, path in lists.items() if path.is_file()}:
+            return found
+    return {}
+
+
+def _places205_images(folder: Path, first: str, list_path: Path) -> Path:
+    for parent in _PLACES205_IMAGES:
+        if (folder / parent / first).is_file():
+            return folder / parent
+    raise InputError(f"{folder / 'images256' / first}, the first image of {list_path}, is not there: put them there.")
+
+
+def _path_and_class(line: str, list_path: Path) -> tuple[str, int]:
+    # Published with a blank between the two, in spite of the ending csv.
+    match = re.fullmatch(r"(.+?)\s*[,\s]\s*(\d{1,9})", line, re.ASCII)
+    if match is None or int(match[2]) >= _PLACES205_CLASSES:
+        raise InputError(
+            f"The list {list_path} has the line {line[:60]!r}: give a path and a class from 0 to "
+            f"{_PLACES205_CLASSES - 1} on each."
+        )
+    return _checked_paths([match[1]], list_path)[0], int(match[2])
+
+
+def _text_lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"The list {path} cannot be read ({error}): give a text file in UTF-8.") from error
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _checked_paths(paths: Iterable[str], list_path: Path) -> list[str]:
+    checked = [path.lstrip("/") for path in paths]
+    for path in checked:
+        if not path or ".." in path.split("/") or not _is_file_name(path):
+            raise InputError(f"{list_path} names the image {path[:60]!r}: give paths within the folder of images.")
+    return checked
+
+
+def _is_file_name(path: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+
+
+def _read_annotations(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+    try:
+        content = json.loads(path.read_bytes())
+        categories = {int(category["id"]): str(category["name"]) for category in content["categories"]}
+        class_of = {note["image_id"]: int(note["category_id"]) for note in content["annotations"]}
+        pairs = [(str(image["file_name"]), class_of[image["id"]]) for image in content["images"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise InputError(
+            f"{path} cannot be read as annotations of iNaturalist ({reason}): download it again."
+        ) from error
+    if not pairs:
+        raise InputError(f"{path} lists no images: give the annotations of iNaturalist, with a category for each.")
+    if unknown := [label for _, label in pairs if label not in categories]:
+        raise InputError(
+            f"{path} has images of the category {unknown[0]!r}, which it does not list: download it again."
+        )
+    if sorted(categories) != list(range(len(categories))):
+        raise InputError(f"The {len(categories)} categories of {path} are not numbered from 0: number them so.")
+    return pairs, tuple(categories[label] for label in range(len(categories)))

@@ -1,0 +1,162 @@
+"""Decoded images of one size: in memory, or in a file of the cache that every run maps into its memory."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+from torchvision.transforms.v2.functional import resize
+
+from stop_mim.data.cache import CacheError, Record, cached_file, decoded_limit
+from stop_mim.data.decode import BadImage
+from stop_mim.data.image_source import ImageSource, digest
+from stop_mim.data.lookahead import Workers
+
+Progress = Callable[[int, int], None]
+"""Takes the number of images that are done and the number of all."""
+
+VERSION = 2
+"""Part of the cache's key: raise it when the same images would give other pixels."""
+LEAST_CACHED_BYTES = 2**24
+"""Smaller sets are decoded faster than a file is found worth it."""
+
+_BYTES_A_PIECE, _IMAGES_A_PIECE = 2**21, 256
+# A process takes as long to start as these take to decode.
+_PIXELS_A_WORKER = 2**23
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """Images of one size; the row of a bad one is black, and one that had another size is squashed."""
+
+    pixels: UInt8[Tensor, "n 3 height width"]
+    bad: Mapping[int, str]
+    """Why an image cannot be read, by its index in the source."""
+    sizes: Mapping[int, tuple[int, int]]
+    """The size of a squashed image, by its index in the source."""
+    rows: Int[np.ndarray, " m"] | None = None
+    """The row of each image of the source; None where the rows are the images of the source."""
+    from_cache: bool = False
+
+
+class _Piece(NamedTuple):
+    pixels: UInt8[np.ndarray, "n 3 height width"]
+    bad: dict[int, str]
+    sizes: dict[int, tuple[int, int]]
+
+
+def store_images(
+    source: ImageSource,
+    images: Int[np.ndarray, " k"],
+    size: tuple[int, int],
+    workers: int = 0,
+    progress: Progress | None = None,
+    may_cache: bool = True,
+) -> StoredImages:
+    """Decode these images of a source to one size, through the cache where it holds at least half of the source."""
+    stacked = source.stacked()
+    if stacked is not None and tuple(stacked.shape[2:]) == size:
+        return StoredImages(stacked, {}, {})
+    if may_cache and is_cacheable(source, images, size):
+        try:
+            return _cached_images(source, size, workers, progress)
+        except CacheError as error:
+            warnings.warn(
+                f"Decoded images are not cached, and every run decodes them. {error} (STOP_MIM_DECODED_GIB=0 turns this "
+                "cache off.)",
+                stacklevel=2,
+            )
+    pixels = torch.empty(len(images), 3, *size, dtype=torch.uint8)
+    bad: dict[int, str] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    done = 0
+    for piece in _decoded(source, images, size, workers):
+        pixels[done : done + len(piece.pixels)] = torch.from_numpy(piece.pixels)
+        bad.update(piece.bad)
+        sizes.update(piece.sizes)
+        done += len(piece.pixels)
+        if progress is not None:
+            progress(done, len(images))
+    rows = np.zeros(len(source), dtype=np.int64)
+    rows[images] = np.arange(len(images))
+    return StoredImages(pixels, bad, sizes, rows)
+
+
+def is_cacheable(source: ImageSource, images: Int[np.ndarray, " k"], size: tuple[int, int]) -> bool:
+    """Whether the decoded images belong in the cache: most of the source, neither too few bytes nor too many."""
+    needed = 3 * len(source) * math.prod(size)
+    return 2 * len(images) >= len(source) and LEAST_CACHED_BYTES <= needed <= decoded_limit()
+
+
+def _decoded(
+    source: ImageSource, images: Int[np.ndarray, " k"], size: tuple[int, int], workers: int
+) -> Iterator[_Piece]:
+    pixels = math.prod(size)
+    at_a_time = max(1, min(_IMAGES_A_PIECE, _BYTES_A_PIECE // (3 * pixels)))
+    pieces = (images[start : start + at_a_time].tolist() for start in range(0, len(images), at_a_time))
+    workers = min(workers, len(images) * pixels // _PIXELS_A_WORKER)
+    return Workers(partial(_decode_piece, source, size), workers, ahead=2 * workers).results(pieces)
+
+
+def _decode_piece(source: ImageSource, size: tuple[int, int], images: Sequence[int]) -> _Piece:
+    piece = _Piece(np.zeros((len(images), 3, *size), dtype=np.uint8), {}, {})
+    for place, index in enumerate(images):
+        try:
+            image = source.read(index)
+        except BadImage as error:
+            piece.bad[index] = error.reason
+            continue
+        if (found := (image.shape[1], image.shape[2])) != size:
+            piece.sizes[index] = found
+            image = resize(image, list(size), antialias=True)
+        piece.pixels[place] = image.numpy()
+    return piece
+
+
+def _cached_images(source: ImageSource, size: tuple[int, int], workers: int, progress: Progress | None) -> StoredImages:
+    shape = (len(source), 3, *size)
+
+    def write(draft: Path) -> Record:
+        bad: dict[int, str] = {}
+        sizes: dict[int, tuple[int, int]] = {}
+        done = 0
+        # Written, and not mapped: a full disk is then an error and not the end of the process.
+        with draft.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            for piece in _decoded(source, np.arange(len(source)), size, workers):
+                file.write(piece.pixels.data)
+                bad.update(piece.bad)
+                sizes.update(piece.sizes)
+                done += len(piece.pixels)
+                if progress is not None:
+                    progress(done, len(source))
+        return {"bad": bad, "sizes": sizes}
+
+    key = digest([VERSION, source.fingerprint(), shape, source.max_pixels])
+    # What kept a file from being read, such as a network, may be over.
+    found = cached_file(
+        f"decoded/{key}.npy",
+        write,
+        needed_bytes=math.prod(shape),
+        is_valid=lambda record: not any(_is_readable(source, int(index)) for index in record["bad"]),
+    )
+    # Copy on write: torch warns of memory that must not be written.
+    pixels = torch.from_numpy(np.load(found.path, mmap_mode="c", allow_pickle=False))
+    bad = {int(index): str(reason) for index, reason in found.record["bad"].items()}
+    sizes = {int(index): (height, width) for index, (height, width) in found.record["sizes"].items()}
+    return StoredImages(pixels, bad, sizes, from_cache=not found.fresh)
+
+
+def _is_readable(source: ImageSource, index: int) -> bool:
+    try:
+        source.read(index)
+    except (BadImage, IndexError):
+        return False
+    return True

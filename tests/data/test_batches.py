@@ -1,0 +1,505 @@
+"""`Batches`: the same images whatever the placement, labels of the images that are shown, and bad images."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from painted_images import COUNT, Painted, bytes_of, picture, read_colours, write_pictures
+from torchvision.transforms.v2 import CenterCrop, Compose, Resize
+
+from stop_mim.data import batches as batches_module
+from stop_mim.data import decode as decode_module
+from stop_mim.data import image_source
+from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, WholeImage
+from stop_mim.data.bad_images import BadImages
+from stop_mim.data.batches import Batches, Placement, _GpuDecoded, choose_mode, resident_budget
+from stop_mim.data.decode import decode_image, gpu_obstacle
+from stop_mim.data.image_source import read_or_next
+from stop_mim.data.order import SequentialOrder, ShuffledOrder
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
+
+CPU = torch.device("cpu")
+RICH = AugmentConfig(
+    crop_scale=(0.3, 1.0), flip_probability=0.5, jitter_probability=0.5, grey_probability=0.2, blur_probability=0.5
+)
+PLAIN = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0))
+BAD = (0, 17, 18, 41, 59)
+WAYS = [("resident", 0), ("streaming", 0), ("streaming", 2)]
+
+
+def make(source, mode="auto", workers=0, order=None, config=RICH, size=(16, 16), view=None, lenient=True, **options):
+    order = order or ShuffledOrder(len(source), 8)
+    # One bad image in a hundred is the most that is allowed, and these sets are smaller.
+    options.setdefault("bad_images", BadImages(source.name, 10_000) if lenient else None)
+    options.setdefault("device", CPU)
+    view = view or RandomCrop(config, size)
+    return Batches(source, order, view, Placement(mode, "cpu", workers), **options)
+
+
+def take(batches, count, first=0):
+    with closing(batches.starting_at(first)) as found:
+        return list(itertools.islice(found, count))
+
+
+def by_image(batches, count, first=0):
+    """{(epoch, image): what is shown of it}."""
+    shown = {}
+    for number, batch in enumerate(take(batches, count, first), start=first):
+        epoch = batches.order.epoch_of(number)
+        shown |= {(epoch, index): image for index, image in zip(batch.indices.tolist(), batch.images, strict=True)}
+    return shown
+
+
+@pytest.mark.parametrize(("sizes", "squashed"), [(((24, 24),), False), (((24, 24), (21, 27)), True)])
+def test_seed_epoch_and_image_decide_what_is_shown_whoever_reads_it(tmp_path, sizes, squashed):
+    source = open_source(str(write_pictures(tmp_path / "set", sizes=sizes)))
+    whole = by_image(make(source, "streaming"), 10)
+    assert len(whole) == 2 * 40
+    parts = [ShuffledOrder(40, 4, rank=rank, world_size=2) for rank in (0, 1)]
+    others = {
+        "2 workers": by_image(make(source, "streaming", 2), 10),
+        "2 ranks": by_image(make(source, "streaming", order=parts[0]), 10)
+        | by_image(make(source, "streaming", 2, order=parts[1]), 10),
+        "a restart in mid-epoch": by_image(make(source, "streaming"), 3)
+        | by_image(make(source, "streaming", 2), 4, first=3)
+        | by_image(make(source, "streaming"), 3, first=7),
+        "an order of its own": by_image(make(source, "streaming", order=ShuffledOrder(40, 5, seed=9)), 16),
+    }
+    for name, shown in others.items():
+        assert shown.keys() == whole.keys()
+        assert all(torch.equal(image, whole[key]) for key, image in shown.items()), name
+    resident = by_image(make(source, "resident"), 10)
+    halves = by_image(make(source, "resident", order=parts[0]), 10) | by_image(
+        make(source, "resident", order=parts[1]), 10
+    )
+    assert all(torch.allclose(image, halves[key], atol=1e-5) for key, image in resident.items())
+    differences = torch.stack([(resident[key] - image).abs().mean() for key, image in whole.items()])
+    # Streamed crops are rounded to bytes, 0.009 of a deviation at most; squashed copies have lost details, and their crops
+    # are rounded to other pixels.
+    assert differences.max() < (0.3 if squashed else 0.02)
+    assert (whole[0, 5] - whole[1, 5]).abs().mean() > 0.05
+    other = by_image(make(source, "streaming", seed=1), 5)
+    assert torch.stack([(other[0, index] - whole[0, index]).abs().mean() for index in range(40)]).min() > 0.01
+
+
+def test_batches_hold_the_images_of_the_order_normalised_and_leave_the_global_generator_alone():
+    source, state = Painted(sizes=((16, 16),)), torch.get_rng_state()
+    for mode, workers in WAYS:
+        batches = make(source, mode, workers, config=PLAIN)
+        for number, batch in enumerate(take(batches, 6)):
+            assert batch.indices.equal(batches.order.indices(number))
+            expected = torch.stack([source.read(index) for index in batch.indices.tolist()])
+            torch.testing.assert_close(bytes_of(batch.images), expected.float(), atol=0.01, rtol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_batches_stay_as_they_are_when_their_memory_is_filled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches_module, "PIECE", 3)
+    source = open_source(str(write_pictures(tmp_path / "set", sizes=((24, 24), (20, 40), (48, 30)), kinds=("jpg",))))
+    for one, other in zip(take(make(source, "streaming"), 20), take(make(source, "streaming", 1), 20), strict=True):
+        assert torch.equal(one.images, other.images)
+
+
+@pytest.mark.parametrize(("mode", "workers"), WAYS)
+@pytest.mark.parametrize("view", [RandomCrop, WholeImage])
+def test_the_label_is_that_of_the_image_that_is_shown_and_bad_images_are_left_out(mode, workers, view):
+    source = Painted(bad=BAD)
+    order = ShuffledOrder(COUNT, 8, drop_last=False)
+    batches = make(
+        source,
+        mode,
+        workers,
+        order,
+        view=view(AugmentConfig((0.2, 1.0), flip_probability=0.5), (8, 8)),
+        labels=source.classes,
+    )
+    for epoch in (0, 1):
+        seen = take(batches, order.batches_per_epoch, epoch * order.batches_per_epoch)
+        for batch in seen:
+            numbers, painted = read_colours(batch.images)
+            assert numbers == batch.indices.tolist()
+            assert painted == batch.labels.tolist() == source.classes[numbers].tolist()
+        shown = sorted(index for batch in seen for index in batch.indices.tolist())
+        assert shown == [index for index in range(COUNT) if index not in BAD]
+    assert len(batches.bad_images) == len(BAD)
+
+
+@pytest.mark.parametrize(("mode", "workers"), WAYS)
+def test_a_bad_image_is_replaced_by_the_next_good_one_if_so_wished(tmp_path, mode, workers):
+    file = tmp_path / "bad.txt"
+    source = Painted(bad=BAD, sizes=((16, 16),))
+    bad_images = BadImages("painted", 10_000, file)
+    batches = make(source, mode, workers, config=PLAIN, bad_images=bad_images, replace_bad=True)
+    for batch in take(batches, 14):
+        expected = {0: 1, 17: 19, 18: 19, 41: 42, 59: 1}
+        shown = [expected.get(index, index) for index in batch.indices.tolist()]
+        assert read_colours(batch.images)[0] == shown
+    assert sorted(file.read_text().splitlines()) == sorted(f"image {index}: torn" for index in BAD)
+
+
+def test_a_jpeg_that_is_cut_off_is_replaced_or_left_out(tmp_path):
+    source = open_source(str(write_pictures(tmp_path / "set", 16, kinds=("jpg",), bad=(7,))))
+    order = ShuffledOrder(16, 16)
+    for mode, workers in WAYS:
+        replaced = by_image(make(source, mode, workers, order, PLAIN, (24, 24), replace_bad=True), 1)
+        torch.testing.assert_close(replaced[0, 7], replaced[0, 8])
+        assert (0, 7) not in by_image(make(source, mode, workers, order, PLAIN, (24, 24)), 1)
+        if mode == "streaming":
+            view = TestView((16, 16), 18)
+            (scored,) = take(make(source, mode, workers, SequentialOrder(16, 16), view=view), 1)
+            assert scored.indices.tolist() == [index for index in range(16) if index != 7]
+    pixels, bad = read_or_next(source, 7)
+    assert torch.equal(pixels, source.read(8))
+    assert [line.split(":")[0] for line in bad] == [source.describe(7)]
+
+
+@pytest.mark.parametrize(("mode", "workers"), WAYS)
+def test_too_many_bad_images_are_refused(mode, workers):
+    source = Painted(100, bad=(3, 44))
+    with pytest.raises(InputError, match="2 of the 100 images of 'painted'"):
+        take(make(source, mode, workers, lenient=False, replace_bad=True), 12)
+    with pytest.raises(InputError, match="None of the 4 images"):
+        take(make(Painted(4, bad=range(4)), "streaming", workers, ShuffledOrder(4, 4), replace_bad=True), 1)
+
+
+def test_a_batch_of_bad_images_alone_is_empty():
+    for mode in ("resident", "streaming"):
+        batches = make(Painted(4, bad=range(4)), mode, order=ShuffledOrder(4, 2))
+        assert [batch.images.shape for batch in take(batches, 2)] == [(0, 3, 16, 16)] * 2
+
+
+@pytest.mark.parametrize("mode", ["resident", "streaming"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_only_the_images_of_the_order_are_read_and_resident_ones_once(mode, in_memory):
+    source, images = Painted(in_memory=in_memory), np.array([50, 3, 4, 29, 11, 30, 58])
+    order = ShuffledOrder(images, 3, drop_last=False)
+    batches = make(source, mode, order=order, config=AugmentConfig(), labels=source.classes)
+    for batch in take(batches, 3 * order.batches_per_epoch):
+        assert read_colours(batch.images) == (batch.indices.tolist(), batch.labels.tolist())
+    if not in_memory:
+        assert set(source.reads) == set(images)
+        assert mode == "streaming" or len(source.reads) == len(images)
+
+
+@pytest.mark.parametrize("resize_to", [None, 16])
+@pytest.mark.parametrize(
+    ("sizes", "in_memory", "workers"),
+    [(((20, 30),), True, 0), (((20, 30), (40, 24), (9, 60)), False, 0), (((20, 30), (40, 24), (9, 60)), False, 2)],
+)
+def test_test_views_are_those_of_torchvision_bit_by_bit(resize_to, sizes, in_memory, workers):
+    source, images = Painted(sizes=sizes, in_memory=in_memory), np.array([7, 5, 31, 2, 44])
+    view = TestView((14, 12), resize_to, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    expected = Resize((14, 12)) if resize_to is None else Compose([Resize(resize_to), CenterCrop((14, 12))])
+    found = take(make(source, "auto", workers, SequentialOrder(images, 2), view=view), 9)
+    assert [batch.indices.tolist() for batch in found] == [[7, 5], [31, 2], [44]]
+    for index, image in zip(images.tolist(), torch.cat([batch.images for batch in found]), strict=True):
+        assert torch.equal((image * 255).round().to(torch.uint8), expected(source.read(index)))
+
+
+def test_streamed_images_are_read_as_they_are_taken():
+    source = Painted(250)
+    with closing(
+        make(source, "streaming", order=SequentialOrder(250, 50), view=TestView((8, 8))).starting_at()
+    ) as views:
+        next(views)
+        assert len(source.reads) == 50
+        assert sum(len(batch.indices) for batch in views) == 200
+    assert not take(make(source, order=SequentialOrder(np.arange(0), 50), view=TestView((8, 8))), 1)
+
+
+def test_a_view_without_a_crop_shows_the_whole_image_and_half_of_them_flipped():
+    source, flips = Painted(), []
+    for mode in ("resident", "streaming"):
+        view = WholeImage(AugmentConfig(flip_probability=0.5), (8, 8))
+        for batch in take(make(source, mode, view=view), 7):
+            for index, image in zip(batch.indices.tolist(), bytes_of(batch.images), strict=True):
+                flips.append(bool(image[2, 0, 0] > image[2, 0, -1]))
+                expected = Resize((8, 8))(source.read(index)).float()
+                torch.testing.assert_close(image.flip(2) if flips[-1] else image, expected, atol=1.01, rtol=0)
+    assert 0.3 < np.mean(flips) < 0.7
+    assert flips[:56] == flips[56:]
+
+
+def test_crops_of_squashed_images_are_drawn_in_their_own_sizes():
+    # A crop of ratio 1 of an image three times as wide as high shows at most a third of its width.
+    source = Painted(16, sizes=((20, 60), (20, 20)))
+    square = AugmentConfig(crop_scale=(0.3, 0.33), crop_ratio=(1.0, 1.0))
+    (batch,) = take(make(source, "resident", order=ShuffledOrder(16, 16), config=square), 1)
+    blue = bytes_of(batch.images)[:, 2]
+    extents = (blue.amax((1, 2)) - blue.amin((1, 2))) / 255
+    wide = batch.indices % 2 == 0
+    assert extents[wide].mean() == pytest.approx(0.32, abs=0.05)
+    assert extents[~wide].mean() == pytest.approx(0.55, abs=0.08)
+
+
+def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
+    one, mixed = Painted(), Painted(sizes=((10, 12), (12, 10)))
+    assert "resident: 60 images of 10x12" in make(one).description
+    assert make(one).choices == {"loader": "resident", "decode": "cpu"}
+    assert make(mixed, workers=3).description == "streaming: 60 images, decoded by 3 workers"
+    assert make(mixed, "resident", size=(14, 21)).description.startswith("resident: 60 images of 16x24")
+    some = ShuffledOrder(np.arange(20), 4)
+    for budget, mode in ((20 * 3 * 10 * 12, "resident"), (20 * 3 * 10 * 12 - 1, "streaming")):
+        # It is the images of the order that have to fit.
+        monkeypatch.setattr(batches_module, "resident_budget", lambda device, processes, budget=budget: budget)
+        assert choose_mode(one, some, Placement(), CPU, (10, 12)) == mode
+    monkeypatch.undo()
+    monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert resident_budget(CPU, processes_on_host=4) == 1000 * 4096 // 16
+
+
+def test_one_pass_is_resident_only_where_images_are_decoded_already(monkeypatch):
+    order = SequentialOrder(60, 8)
+    assert choose_mode(Painted(in_memory=True), order, Placement(), CPU, (10, 12)) == "resident"
+    assert choose_mode(Painted(), order, Placement(), CPU, (10, 12)) == "streaming"
+    monkeypatch.setattr(batches_module, "is_cacheable", lambda *_: True)
+    assert choose_mode(Painted(), order, Placement(), CPU, (10, 12)) == "resident"
+
+
+def test_an_image_of_another_size_that_was_not_looked_at_is_squashed_but_never_for_a_test_view(monkeypatch):
+    monkeypatch.setattr(image_source, "SIZES_LOOKED_AT", 2)
+    source = Painted(10, sizes=((24, 24),) * 9 + ((20, 40),))
+    batches = make(source, order=ShuffledOrder(10, 5), config=PLAIN, size=(24, 24))
+    assert "resident: 10 images of 24x24" in batches.description
+    shown = by_image(batches, 2)
+    # The crop of ratio 1 is the middle half of the wide image.
+    assert bytes_of(shown[0, 9])[2].min() > 50
+    view = TestView((16, 16), 18)
+    batches = make(source, "resident", order=SequentialOrder(10, 10), view=view)
+    assert batches.choices["loader"] == "streaming"
+    (scored,) = take(batches, 1)
+    expected = Compose([Resize(18), CenterCrop(16)])(source.read(9)).float()
+    torch.testing.assert_close(bytes_of(scored.images[9:])[0], expected, atol=0.01, rtol=0)
+
+
+class Failing(Painted):
+    """Breaks at one image."""
+
+    def __init__(self, break_down):
+        super().__init__(sizes=((10, 12), (12, 10)))
+        self.break_down = break_down
+
+    def read(self, index):
+        if index == 33:
+            self.break_down()
+        return super().read(index)
+
+
+def test_a_worker_that_fails_or_dies_is_one_sentence():
+    for break_down, message in (
+        (lambda: [][1], "IndexError: list index out of range"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "by signal 9"),
+        (lambda: os._exit(3), "with exit code 3"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            take(make(Failing(break_down), "streaming", 2), 7)
+        assert "\n" not in str(error.value)
+
+
+PROGRAM = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_batches import Failing, make
+batches = make(Failing(lambda: 1 / 0), "streaming", 2).starting_at()
+print("started", flush=True)
+{use}
+"""
+
+
+def run_program(use):
+    program = PROGRAM.format(tests=os.path.dirname(__file__), use=use)
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_program_ends_with_its_workers_when_one_fails_or_nobody_closes_them():
+    for use, code in (("list(batches)", 1), ("next(batches)", 0), ("next(batches); sys.exit(3)", 3)):
+        program = run_program(use)
+        _, errors = program.communicate(timeout=60)
+        assert program.returncode == code, errors
+    assert "ZeroDivisionError" in errors or code
+
+
+def test_workers_end_with_a_program_that_is_killed():
+    use = (
+        "next(batches); import multiprocessing; print(*[p.pid for p in multiprocessing.active_children()], flush=True)"
+    )
+    program = run_program(use + "; import time; time.sleep(60)")
+    program.stdout.readline()
+    workers = [int(number) for number in program.stdout.readline().split()]
+    assert len(workers) == 2
+    # Ctrl-C and SIGTERM reach the workers too: the main process decides.
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+        os.kill(worker, signal.SIGINT)
+    time.sleep(0.2)
+    assert all(os.path.exists(f"/proc/{worker}") for worker in workers)
+    program.kill()
+    program.wait()
+    deadline = time.monotonic() + 30
+    while any(is_running(worker) for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for stream in (program.stdout, program.stderr):
+        stream.close()
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("budget", [10**9, 0])
+@pytest.mark.parametrize(("mode", "workers"), WAYS)
+def test_a_gpu_shows_what_the_cpu_shows(mode, workers, budget, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    assert resident_budget(gpu) > 0
+    # Without room on the GPU, resident images are copied there batch by batch.
+    monkeypatch.setattr(batches_module, "resident_budget", lambda device, processes: budget)
+    source = Painted(bad=BAD)
+    batches = [make(source, mode, workers, device=device, labels=source.classes) for device in (CPU, gpu)]
+    for ours, theirs in zip(*(take(one, 14, first=3) for one in batches), strict=True):
+        assert theirs.images.device == theirs.labels.device == gpu
+        assert ours.indices.equal(theirs.indices)
+        assert ours.labels.equal(theirs.labels.cpu())
+        torch.testing.assert_close(ours.images, theirs.images.cpu(), atol=1e-3, rtol=0)
+
+
+class StandIn:
+    """Decodes as nvJPEG would, all or nothing, and remembers what it was given."""
+
+    def __init__(self, refused=()):
+        self.refused, self.calls = refused, []
+
+    def __call__(self, encoded):
+        files = [bytes(file.numpy()) for file in encoded]
+        self.calls.append(files)
+        if any(file in self.refused for file in files):
+            raise RuntimeError("nvjpegDecodeBatched failed")
+        return [decode_image(file, "a") for file in files]
+
+    @property
+    def decoded(self):
+        return {file for files in self.calls if not set(files) & set(self.refused) for file in files}
+
+
+def decoded_by(decoder, source, workers=2, **options):
+    """Batches that are decoded as on a GPU."""
+    batches = make(source, "streaming", **options)
+    batches._reader = _GpuDecoded(batches._reader.cutter, CPU, workers, decoder)
+    return batches
+
+
+@pytest.fixture
+def jpegs(tmp_path):
+    return write_pictures(tmp_path / "set", 24, sizes=((30, 50), (31, 49), (36, 46)), kinds=("jpg",))
+
+
+def test_crops_that_are_decoded_on_a_gpu_are_those_of_the_cpu(jpegs):
+    source, decoder = open_source(str(jpegs)), StandIn()
+    expected = by_image(make(source, "streaming"), 6)
+    found = by_image(decoded_by(decoder, source), 6)
+    assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
+    assert decoder.decoded == {path.read_bytes() for path in jpegs.iterdir()}
+    whole = take(decoded_by(StandIn(), source), 6)
+    for first, workers in ((0, 0), (3, 4), (5, 1)):
+        (batch,) = take(decoded_by(StandIn(), source, workers), 1, first)
+        assert torch.equal(batch.images, whole[first].images)
+
+
+def test_what_a_gpu_cannot_decode_is_decoded_on_the_cpu(jpegs, monkeypatch):
+    upside_down = PIL.Image.Exif()
+    upside_down[0x0112] = 3
+    picture(0, 30, 40).convert("CMYK").save(jpegs / "0000.jpg")
+    picture(1, 30, 40).save(jpegs / "0001.jpg", exif=upside_down)
+    for number, kind in ((2, "png"), (3, "webp")):
+        (jpegs / f"{number:04d}.jpg").unlink()
+        picture(number, 30, 40).save(jpegs / f"{number:04d}.{kind}")
+    picture(4, 60, 60).save(jpegs / "0004.jpg")
+    monkeypatch.setattr(decode_module, "GPU_MAX_PIXELS", 36 * 46)
+    source = open_source(str(jpegs))
+    files = [source.encoded(index) for index in range(24)]
+    decoder = StandIn(refused=(files[7], files[20]))
+    expected, found = by_image(make(source, "streaming"), 3), by_image(decoded_by(decoder, source), 3)
+    assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
+    assert decoder.decoded == set(files[5:]) - set(decoder.refused)
+
+
+def test_bad_images_among_those_for_a_gpu_are_replaced_or_left_out(jpegs):
+    path = jpegs / "0007.jpg"
+    path.write_bytes(path.read_bytes()[:-200])
+    source = open_source(str(jpegs))
+    for replace_bad in (True, False):
+        bad_images = BadImages("set", 1000)
+        options = {"config": PLAIN, "bad_images": bad_images, "replace_bad": replace_bad}
+        expected = by_image(make(source, "streaming", **options), 3)
+        found = by_image(decoded_by(StandIn(), source, **options), 3)
+        assert found.keys() == expected.keys()
+        assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
+        assert len(bad_images) == 1
+        assert ((0, 7) in found) == replace_bad
+
+
+def test_a_gpu_decodes_jpegs_where_it_can_unless_many_workers_do(jpegs, tmp_path, monkeypatch):
+    gpu = torch.device("cuda", 0)
+
+    def find(decode, workers=2, source=None, device=gpu):
+        batches = make(source or open_source(str(jpegs)), "streaming")
+        batches.device = device
+        return batches._find_gpu_decoder(Placement("streaming", decode, workers))
+
+    monkeypatch.setattr(batches_module, "gpu_decoder", lambda device: abs)
+    assert [find("auto", workers)[0] for workers in (6, 7)] == [abs, None]
+    assert [find(decode, 8)[0] for decode in ("gpu", "cpu")] == [abs, None]
+    pictures = open_source(str(write_pictures(tmp_path / "png", 8)))
+    assert find("auto", source=pictures) == (None, f"the images of '{pictures.name}' are not stored as JPEGs")
+    monkeypatch.setattr(batches_module, "gpu_decoder", lambda device: None)
+    monkeypatch.setattr(batches_module, "gpu_obstacle", lambda device: "no nvJPEG")
+    assert "no nvJPEG" in find("auto")[1]
+    with pytest.raises(InputError, match="no nvJPEG"):
+        find("gpu")
+    assert find("auto", device=CPU) == (None, "")
+    with pytest.raises(InputError, match="the device is cpu"):
+        find("gpu", device=CPU)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(gpu_obstacle(torch.device("cuda", 0))),
+    reason="no GPU on which torchvision decodes JPEGs",
+)
+def test_a_gpu_decodes_as_the_cpu_does_and_survives_all_kinds_of_files(jpegs):
+    picture(0, 30, 40).convert("CMYK").save(jpegs / "0000.jpg")
+    picture(1, 30, 40).convert("L").save(jpegs / "0001.jpg")
+    picture(2, 30, 40).save(jpegs / "0002.jpg", progressive=True)
+    picture(3, 30, 40).save(jpegs / "0003.jpg", subsampling=0)
+    picture(4, 1, 1).save(jpegs / "0004.jpg")
+    damaged = bytearray((jpegs / "0005.jpg").read_bytes())
+    damaged[-60:-20] = bytes(40)
+    (jpegs / "0005.jpg").write_bytes(damaged)
+    source, gpu = open_source(str(jpegs)), torch.device("cuda", 0)
+    view, order = RandomCrop(AugmentConfig(), (16, 16)), ShuffledOrder(24, 8)
+    bad_images = BadImages("set", 10_000)
+    batches = Batches(source, order, view, Placement("streaming", "gpu"), gpu, bad_images=bad_images, replace_bad=True)
+    assert batches.choices == {"loader": "streaming", "decode": "gpu"}
+    expected, found = (
+        by_image(make(source, "streaming", config=AugmentConfig(), replace_bad=True), 6),
+        by_image(batches, 6),
+    )
+    for key, image in expected.items():
+        # Decoders interpolate colours differently, and what they make of a damaged file is their own affair.
+        assert key[1] == 5 or (found[key].cpu() - image).abs().mean() < 0.1
+    for first in (1, 5):
+        (batch,) = take(batches, 1, first)
+        assert torch.equal(batch.images, torch.stack([found[order.epoch_of(first), i] for i in batch.indices.tolist()]))

@@ -1,0 +1,88 @@
+"""Work that is done ahead: the same items in the same order, errors at their place, and an early end."""
+
+import threading
+import time
+from dataclasses import dataclass
+from itertools import count, islice
+
+import pytest
+import torch
+
+from stop_mim.data.lookahead import Workers, prefetched
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_items_keep_their_order_and_errors_their_place(depth):
+    def items():
+        yield from range(5)
+        raise KeyError("five")
+
+    found = prefetched(items(), CPU, depth)
+    assert [next(found) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(KeyError, match="five"):
+        next(found)
+    assert list(prefetched(iter(range(3)), CPU, depth)) == [0, 1, 2]
+
+
+def test_a_thread_makes_so_many_items_ahead_and_ends_with_them():
+    made, closed, before = [], [], set(threading.enumerate())
+
+    def items():
+        try:
+            for number in count():
+                made.append(number)
+                yield number
+        finally:
+            closed.append(True)
+
+    ahead = prefetched(items(), CPU, 2)
+    assert next(ahead) == 0
+    deadline = time.monotonic() + 30
+    while len(made) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert made == [0, 1, 2]
+    ahead.close()
+    assert closed
+    assert not set(threading.enumerate()) - before
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_workers_keep_the_order_and_take_so_many_requests_ahead(workers):
+    taken = []
+
+    def requests():
+        for number in range(20):
+            taken.append(number)
+            yield number
+
+    results = Workers(lambda number: (number, number**2), workers, ahead=5).results(requests())
+    assert next(results) == (0, 0)
+    assert len(taken) == (5 if workers else 1)
+    assert list(results) == [(number, number**2) for number in range(1, 20)]
+    assert not list(Workers(abs, workers, ahead=5).results([]))
+
+
+@dataclass
+class Item:
+    images: list[torch.Tensor]
+    number: int
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("depth", [0, 2])
+def test_items_are_handed_over_between_streams(depth):
+    gpu = torch.device("cuda", 0)
+
+    def items():
+        for number in count():
+            # Long enough that a consumer that did not wait would read what was there before.
+            values = torch.randn(1000, 1000, device=gpu)
+            for _ in range(20):
+                values = (values @ values).clamp(-1, 1)
+            yield Item([values.mul_(0).add_(number)], number)
+
+    sums = [item.images[0].sum() / 1e6 for item in islice(prefetched(items(), gpu, depth), 30)]
+    assert torch.stack(sums).tolist() == list(range(30))

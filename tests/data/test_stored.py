@@ -1,0 +1,237 @@
+"""Decoded images in the cache: the same pixels, decoded once, by whichever process comes first, and never a wrong file."""
+
+import multiprocessing
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms.v2.functional import resize
+
+from stop_mim.data import cache as cache_module
+from stop_mim.data import stored as stored_module
+from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView
+from stop_mim.data.bad_images import BadImages
+from stop_mim.data.batches import Batches, Placement
+from stop_mim.data.decode import BadImage
+from stop_mim.data.image_source import ImageSource
+from stop_mim.data.order import SequentialOrder, ShuffledOrder
+from stop_mim.data.stored import store_images
+from stop_mim.errors import InputError
+
+CPU = torch.device("cpu")
+COUNT, SIZE = 120, (24, 20)
+EVERY = np.arange(COUNT)
+
+
+class Counted(ImageSource):
+    """Random images that count how often they are read."""
+
+    def __init__(self, bad=(), odd=(), seed=0):
+        super().__init__("counted", {"class": np.arange(COUNT) % 4})
+        generator = torch.Generator().manual_seed(seed)
+        self.images = torch.randint(256, (COUNT, 3, *SIZE), dtype=torch.uint8, generator=generator)
+        self.bad, self.odd, self.seed, self.reads = set(bad), set(odd), seed, 0
+
+    def __len__(self):
+        return COUNT
+
+    def read(self, index):
+        self.reads += 1
+        if index in self.bad:
+            raise BadImage(self.describe(index), "broken")
+        return resize(self.images[index], [10, 40]) if index in self.odd else self.images[index]
+
+    def size(self, index):
+        return (10, 40) if index in self.odd else SIZE
+
+    def describe(self, index):
+        return f"here#{index}"
+
+    def fingerprint(self):
+        return f"counted {self.seed}"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of the test's own, for sets as small as these, decoded seven images at a time."""
+    monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("STOP_MIM_DECODED_GIB", raising=False)
+    monkeypatch.setattr(stored_module, "LEAST_CACHED_BYTES", 1)
+    monkeypatch.setattr(stored_module, "_IMAGES_A_PIECE", 7)
+    return tmp_path / "cache" / "decoded"
+
+
+def store(source, images=EVERY, **options):
+    return store_images(source, images, SIZE, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("limit", ["0", "1"])
+def test_all_images_are_stored_in_order_whoever_decodes_them(monkeypatch, workers, limit):
+    monkeypatch.setenv("STOP_MIM_DECODED_GIB", limit)
+    monkeypatch.setattr(stored_module, "_PIXELS_A_WORKER", 1)
+    progress = []
+    stored = store(
+        Counted(bad=(3, 119), odd=(50,)), workers=workers, progress=lambda *numbers: progress.append(numbers)
+    )
+    expected = Counted().images.clone()
+    expected[[3, 119]] = 0
+    expected[50] = resize(resize(expected[50], [10, 40]), list(SIZE))
+    assert torch.equal(stored.pixels, expected)
+    assert stored.bad == {3: "broken", 119: "broken"}
+    assert stored.sizes == {50: (10, 40)}
+    assert progress == [(done, COUNT) for done in (*range(7, COUNT, 7), COUNT)]
+
+
+def test_a_second_run_decodes_nothing_unless_other_pixels_are_asked_for(cache):
+    for seed, fresh in ((0, True), (0, False), (1, True), (1, False)):
+        source = Counted(seed=seed)
+        stored = store(source)
+        assert torch.equal(stored.pixels, source.images)
+        assert stored.from_cache == (source.reads == 0) == (not fresh)
+    assert store_images(Counted(), EVERY, (12, 10)).pixels.shape == (COUNT, 3, 12, 10)
+    assert len(list(cache.glob("*.npy"))) == 3
+    # Most of the images come from the cache too, few are decoded.
+    assert store(Counted(), EVERY[10:]).from_cache
+    few = store(Counted(), EVERY[[4, 90]])
+    assert torch.equal(few.pixels, Counted().images[[4, 90]])
+    assert few.rows[[4, 90]].tolist() == [0, 1]
+
+
+def test_what_was_bad_or_odd_is_known_from_the_cache_and_may_be_good_again():
+    for from_cache in (False, True):
+        stored = store(Counted(bad=(2,), odd=(5, 7)))
+        assert stored.from_cache == from_cache
+        assert (stored.bad, stored.sizes) == ({2: "broken"}, {5: (10, 40), 7: (10, 40)})
+    assert not store(Counted(odd=(5, 7))).bad
+    assert store(Counted(odd=(5, 7))).from_cache
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+
+
+def lose_the_record(file):
+    file.with_name(file.name + ".json").unlink()
+
+
+def garble_the_record(file):
+    file.with_name(file.name + ".json").write_text('{"bytes": 3}')
+
+
+def no_json(file):
+    file.with_name(file.name + ".json").write_text("[")
+
+
+@pytest.mark.parametrize("damage", [cut_off, flip_a_bit, lose_the_record, garble_the_record, no_json])
+def test_a_damaged_file_is_written_again(cache, damage):
+    store(Counted())
+    (file,) = cache.glob("*.npy")
+    damage(file)
+    source = Counted()
+    assert torch.equal(store(source).pixels, source.images)
+    assert source.reads >= COUNT
+    assert store(Counted()).from_cache
+
+
+class Slow(Counted):
+    """Notes in a file that it was decoded, and takes its time."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    def read(self, index):
+        if index == 0:
+            with self.log.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(0.3)
+        return super().read(index)
+
+
+def _store_and_compare(log, barrier, results):
+    barrier.wait()
+    source = Slow(log)
+    results.put(torch.equal(store(source).pixels, source.images))
+
+
+def test_of_processes_that_begin_at_once_one_decodes(tmp_path, cache):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(3), context.Queue()
+    log = tmp_path / "decoded.txt"
+    processes = [context.Process(target=_store_and_compare, args=(log, barrier, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=60) for _ in processes] == [True] * 3
+    for process in processes:
+        process.join()
+    assert len(log.read_text().splitlines()) == 1
+    assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".npy"]
+
+
+def full_disk(monkeypatch, cache):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 100}))
+
+
+def disk_that_fills_up(monkeypatch, cache):
+    def write(path, write):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_module, "write_atomically", write)
+
+
+def no_folder(monkeypatch, cache):
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file where the folder would be")
+
+
+@pytest.mark.parametrize("obstacle", [full_disk, disk_that_fills_up, no_folder])
+def test_without_a_place_for_the_cache_images_are_decoded_with_a_warning(monkeypatch, cache, obstacle):
+    obstacle(monkeypatch, cache)
+    source = Counted()
+    with pytest.warns(UserWarning, match="set STOP_MIM_CACHE"):
+        assert torch.equal(store(source).pixels, source.images)
+    assert not list(cache.parent.rglob("*.npy"))
+
+
+def test_the_cache_can_be_limited_and_switched_off(monkeypatch, cache):
+    needed = COUNT * 3 * SIZE[0] * SIZE[1]
+    for limit, kept in ((0, False), ((needed - 1) / 2**30, False), (needed / 2**30, True)):
+        monkeypatch.setenv("STOP_MIM_DECODED_GIB", str(limit))
+        assert torch.equal(store(Counted()).pixels, Counted().images)
+        assert bool(list(cache.glob("*.npy"))) == kept
+    for wrong in ("much", "-1", "nan", "inf"):
+        monkeypatch.setenv("STOP_MIM_DECODED_GIB", wrong)
+        with pytest.raises(InputError, match=f"STOP_MIM_DECODED_GIB is '{wrong}'"):
+            store(Counted())
+    monkeypatch.delenv("STOP_MIM_DECODED_GIB")
+    monkeypatch.setattr(stored_module, "LEAST_CACHED_BYTES", needed + 1)
+    assert not store(Counted(seed=1)).from_cache
+    assert not store(Counted(seed=1)).from_cache
+
+
+@pytest.mark.parametrize("bad", [(), (4,)])
+def test_training_and_scoring_read_the_same_cache(bad):
+    for number, from_cache in enumerate((False, True, True)):
+        source, bad_images = Counted(bad=bad), BadImages("counted", 1000)
+        training = ShuffledOrder(COUNT, 8), RandomCrop(AugmentConfig(), (16, 16))
+        scoring = SequentialOrder(EVERY[::-1].copy(), 32), TestView((16, 16), 20)
+        order, view = scoring if number == 2 else training
+        batches = Batches(source, order, view, Placement(workers=0), CPU, bad_images=bad_images)
+        assert ("from the cache" in batches.description) == from_cache
+        assert len(bad_images) == len(bad)
+    source.reads = 0
+    cached = list(batches.starting_at())
+    streamed = Batches(source, order, view, Placement("streaming", workers=0), CPU, bad_images=bad_images)
+    assert source.reads == 0
+    for one, other in zip(cached, streamed.starting_at(), strict=True):
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.images, other.images)
