@@ -16,8 +16,8 @@ from stop_mim.analysis.report_data import Looks, Pictures, Plain, charts, choose
 from stop_mim.analysis.runs import RunRecords, check_same_grid, flat_fields, open_run, read_records
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable, write_atomically
+from stop_mim.training.callbacks.health import HealthSigns, find_symptoms
 from stop_mim.training.config import to_json
-from stop_mim.training.health import HealthMonitor, HealthSigns
 from stop_mim.training.run_folder import RunFolder
 
 HERE = Path(__file__).parent
@@ -158,12 +158,16 @@ def status_text(run: RunRecords) -> str:
 
 def health_warnings(run: RunRecords) -> Iterator[str]:
     """Yield the warnings of the health signs in a run's metrics, as they were given while it trained."""
-    monitor, names = HealthMonitor(), [field.name for field in fields(HealthSigns)]
+    first, known = None, set[str]()
+    names = [field.name for field in fields(HealthSigns)]
     for line in run.metrics:
         if all(isinstance(line.get(f"health/{name}"), int | float) for name in names):
-            signs: Mapping[str, Any] = {name: line[f"health/{name}"] for name in names}
-            for warning in monitor.warnings(HealthSigns(**signs)):
-                yield f"Step {line['step']:,}: {warning}"
+            values: Mapping[str, Any] = {name: line[f"health/{name}"] for name in names}
+            signs = HealthSigns(**values)
+            first = first or signs
+            symptoms = find_symptoms(signs, first)
+            yield from (f"Step {line['step']:,}: {text}" for name, text in symptoms.items() if name not in known)
+            known = set(symptoms)
 
 
 def summary_table(runs: Sequence[RunRecords], names: Sequence[str], looks: Sequence[Looks]) -> Table:

@@ -1,7 +1,6 @@
 """Runs opened for analysis: config, status, metrics, scores and newest weights; and runs compared in groups."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,9 +44,8 @@ class Status:
 def read_status(path: Path) -> Status:
     """Read the status of a run directory."""
     try:
-        found = json.loads((path / "status.json").read_text())
-        return Status(**{field.name: found[field.name] for field in dataclasses.fields(Status)})
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return Status(**(RunFolder(path).status() or {}))
+    except (ValueError, TypeError):
         return Status()
 
 
