@@ -22,8 +22,8 @@ from stop_mim.evaluation.tasks.knn import knn
 from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.files import write_atomically
-from stop_mim.seeds import derive_seed
 from stop_mim.models.build import build_encoder
+from stop_mim.seeds import derive_seed
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.pretrain import train
 from stop_mim.training.recipes import find_recipe

@@ -43,8 +43,8 @@ def test_the_demo_prints_a_table_and_draws_figures(small_demo, tmp_path):
 
 
 def test_the_untrained_encoder_has_the_initial_weights_of_the_run(small_demo):
-    from stop_mim.seeds import derive_seed
     from stop_mim.models.build import build_encoder, build_objective
+    from stop_mim.seeds import derive_seed
 
     torch.manual_seed(derive_seed(small_demo.seed, "weights"))
     untrained = build_encoder(small_demo.encoder)

@@ -12,12 +12,11 @@ from stop_mim.data.augment import normalise
 from stop_mim.data.image_source import read_or_next
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.masking import Masks
+from stop_mim.masking import Masks, build_masks
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.objective import Objective, TargetObjective
 from stop_mim.positions import Grid
 from stop_mim.seeds import seeded_generator
-from stop_mim.masking import build_masks
 
 PCA_COMPONENTS = 3
 # Fraction of a component's values that is cut off at each end, so that outliers do not take all the contrast.

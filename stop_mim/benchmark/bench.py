@@ -38,6 +38,7 @@ from stop_mim.benchmark.timing import (
     peak_memory,
 )
 from stop_mim.constraints import check_effects
+from stop_mim.data import batches as data
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
 from stop_mim.seeds import seeded_generator
@@ -101,7 +102,8 @@ def synthetic_images(config: TrainConfig, inputs: StepInputs) -> Images:
     device = inputs.ranks.device
     shape = (inputs.per_device, 3, *config.encoder.image_size)
     generator = seeded_generator(device, config.seed, "bench images")
-    batch = torch.randn(shape, device=device, generator=generator)
+    images = torch.randn(shape, device=device, generator=generator)
+    batch = data.Batch(images, None, torch.arange(inputs.per_device))
     return Images(
         lambda first: (one for one in repeat(batch)), SYNTHETIC_STEPS_PER_EPOCH, "synthetic, on the device", {}
     )
@@ -138,7 +140,7 @@ def measure_run(
     parts = measure_parts(run, uses_data, bench.steps, bench.warmup, show, warn)
     show("ceiling")
     with closing(run.images.starting_at(0)) as images:
-        batch = next(images), inputs.draw_masks(0)
+        batch = next(images).images, inputs.draw_masks(0)
     counts = TokenCounts.of(batch[1], run.objective.encoder.grid)
     report = BenchReport(
         recipe=recipe,

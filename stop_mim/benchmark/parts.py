@@ -42,7 +42,7 @@ def measure_parts(
             show(DATA)
             seconds = run_seconds(lambda: next(images), device, steps=1, repeats=warmup + calls)
             found[DATA] = Spread.of(seconds[warmup:])
-        batch = next(images)
+        batch = next(images).images
     # In training, too, masks are drawn outside the graph.
     found[MASKS] = measure(MASKS, lambda: inputs.draw_masks(0), capturable=False)
     masks = inputs.draw_masks(0)

@@ -27,8 +27,8 @@ from stop_mim.evaluation.results import (
 from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size
 from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.files import require_writable
-from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.callbacks.progress import ProgressDisplay
+from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.run_folder import environment
 
 

@@ -28,9 +28,9 @@ from stop_mim.evaluation.features import (
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
 from stop_mim.exchange.loading import HUB, TIMM, is_checkpoint, load_encoder, split_part
+from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.seeds import derive_seed
-from stop_mim.models.build import build_encoder
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import workers_for
 from stop_mim.training.run_folder import RunFolder

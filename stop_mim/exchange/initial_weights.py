@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import SAFETENSORS, is_checkpoint, load_encoder, run_of_checkpoint, split_part
 from stop_mim.exchange.released import is_release, read_pickle, released_model
+from stop_mim.models.build import build_objective
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.encoder import ENCODER_FILE, Encoder, misfit
 from stop_mim.models.objective import Objective
-from stop_mim.models.build import build_objective
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder

@@ -18,6 +18,7 @@ from stop_mim.exchange.importing import (
     read_timm_folder,
 )
 from stop_mim.exchange.released import PARTS, Part, is_release, is_state, read_pickle, released_encoder, state_of
+from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import (
     ENCODER_FILE,
     FILE_FORMAT,
@@ -32,7 +33,6 @@ from stop_mim.models.encoder import (
 from stop_mim.models.hub_encoder import load_hub_encoder
 from stop_mim.registry import Registry
 from stop_mim.seeds import derive_seed
-from stop_mim.models.build import build_encoder
 from stop_mim.training.checkpoint import FILE_FORMAT as CHECKPOINT_FORMAT
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.run_folder import RunFolder

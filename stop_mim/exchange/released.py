@@ -16,8 +16,8 @@ from torch import Tensor
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import encoder_from_timm_names
 from stop_mim.models.encoder import SIZES, Encoder, EncoderSize, misfit
-from stop_mim.models.predictor import Predictor
 from stop_mim.models.ijepa import build_ijepa
+from stop_mim.models.predictor import Predictor
 from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 Part = Literal["encoder", "target_encoder"]

@@ -19,8 +19,8 @@ from stop_mim.files import held, write_atomically
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
-from stop_mim.training.trainer import catch_interruption
 from stop_mim.training.run_folder import read_metrics
+from stop_mim.training.trainer import catch_interruption
 
 if TYPE_CHECKING:
     from stop_mim.training.config import TrainConfig

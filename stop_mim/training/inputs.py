@@ -1,44 +1,32 @@
-"""What a step learns from: batches of images, each with masks of its own."""
+"""The inputs of a pretraining step: batches of images, each with its masks."""
 
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from stop_mim.data.augment import RandomCrop
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.batches import Batches, Placement
+from stop_mim.data.batches import Batch, Batches, Placement
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.lookahead import prefetched
-from stop_mim.data.order import Order, ShuffledOrder
+from stop_mim.data.order import ShuffledOrder
 from stop_mim.errors import InputError
-from stop_mim.masking import Masks
+from stop_mim.masking import Masks, build_masks
+from stop_mim.models.build import build_objective
+from stop_mim.models.encoder import Encoder
 from stop_mim.seeds import seeded_generator
-from stop_mim.training.build import build_augment, build_masks
+from stop_mim.training.acceleration import require_possible
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.feasibility import check_model, split_batch
 from stop_mim.training.step import Batches as StepBatches
 
 MAX_DEFAULT_WORKERS = 8
-
-
-class Loader(Batches):
-    """The images of pretraining."""
-
-    def batches(self, order: Order, first: int) -> Generator[Tensor, None, None]:
-        """Yield images without end, beginning with the batch of number `first`."""
-        with_indices = self.starting_at(first)
-        try:
-            for batch in with_indices:
-                yield batch.images
-        finally:
-            with_indices.close()
 
 
 class StepInputs:
@@ -55,13 +43,13 @@ class StepInputs:
                 "batch, which a CUDA graph cannot; leave one of the two out."
             )
 
-    def open_loader(self, source: ImageSource, bad_images: BadImages, display: ProgressDisplay) -> Loader:
-        """Open the batches of this process; a bad image is replaced by the next good one."""
-        speed, ranks, seed = self.config.speed, self.ranks, self.config.seed
-        return Loader(
+    def open_batches(self, source: ImageSource, bad_images: BadImages, display: ProgressDisplay) -> Batches:
+        """Open the images of this process; a bad image is replaced by the next good one."""
+        speed, ranks, seed, encoder = self.config.speed, self.ranks, self.config.seed, self._encoder
+        return Batches(
             source,
             ShuffledOrder(len(source), self.per_device, seed, ranks.rank, ranks.world_size, self.batches_per_step),
-            build_augment(self.config, self._encoder),
+            RandomCrop(self.config.augment, encoder.image_size, encoder.mean, encoder.std),
             Placement(speed.loader, speed.decode, workers_for(speed, ranks), ranks.processes_on_host),
             ranks.device,
             seed,
@@ -70,28 +58,38 @@ class StepInputs:
             replace_bad=True,
         )
 
-    def order(self, loader: Loader) -> ShuffledOrder:
-        """Return the order of the loader's images."""
-        assert isinstance(loader.order, ShuffledOrder)
-        return loader.order
-
     def draw_masks(self, number: int) -> Masks:
         """Return the masks of the batch of that number."""
         generator = seeded_generator(self.ranks.device, self.config.seed, "masks", number, self.ranks.rank)
         return self.masks.sample(self.per_device, self.ranks.device, generator)
 
-    def with_masks(self, images: Iterator[Tensor], first_step: int = 0) -> Iterator[StepBatches]:
+    def with_masks(self, images: Iterator[Batch], first_step: int = 0) -> Iterator[StepBatches]:
         """Yield the batches of every step from the first on, made ahead on a GPU; `images` are those of its batches."""
         return prefetched(self._with_masks(images, first_step), self.ranks.device)
 
-    def _with_masks(self, images: Iterator[Tensor], first_step: int) -> Iterator[StepBatches]:
+    def _with_masks(self, images: Iterator[Batch], first_step: int) -> Iterator[StepBatches]:
         for first in count(first_step * self.batches_per_step, self.batches_per_step):
-            yield [(next(images), self.draw_masks(first + one)) for one in range(self.batches_per_step)]
+            yield [(next(images).images, self.draw_masks(first + one)) for one in range(self.batches_per_step)]
 
 
-def choices_of(loader: Batches) -> dict[str, str]:
-    """Return what `speed.loader` and `speed.decode` became."""
-    return loader.choices
+def check_model(config: TrainConfig, ranks: Ranks) -> Encoder:
+    """Build the model on the meta device, without its memory; a configuration that cannot work raises InputError."""
+    with torch.device("meta"):
+        objective = build_objective(config)
+    require_possible(config.speed, ranks)
+    return objective.encoder
+
+
+def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
+    """Return the images per batch on one device, and the batches per step."""
+    total = config.optim.batch_size
+    per_device = config.speed.batch_size_per_device or max(1, total // ranks.world_size)
+    if total % (per_device * ranks.world_size):
+        raise InputError(
+            f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size} "
+            f"({per_device} images on each of {ranks.world_size} devices)."
+        )
+    return per_device, total // (per_device * ranks.world_size)
 
 
 def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:

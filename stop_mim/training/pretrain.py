@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from stop_mim.constraints import check_effects
 from stop_mim.data.bad_images import BadImages
-from stop_mim.data.loader import choices_of
+from stop_mim.data.batches import Batch
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
+from stop_mim.models.build import build_objective
 from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed
 from stop_mim.training.acceleration import accelerate, autocast_for
-from stop_mim.models.build import build_objective
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
@@ -181,7 +180,7 @@ def run(parts: "Parts", folder: RunFolder, display: ProgressDisplay) -> TrainRes
 class Images:
     """The images of a run."""
 
-    starting_at: Callable[[int], Generator[Tensor]]
+    starting_at: Callable[[int], Generator[Batch]]
     """Returns the batches of this process, from the batch of that number on."""
     steps_per_epoch: int
     description: str
@@ -260,11 +259,10 @@ def open_images(
     if not config.data:
         raise InputError("data is not given: add --data with a folder, a parquet file or another name of a dataset.")
     source = open_source(config.data)
-    loader = inputs.open_loader(source, BadImages(source.name, len(source), bad_images_file), display)
-    order = inputs.order(loader)
-    identity = {"data": source.fingerprint(), **choices_of(loader)}
-    description = f"{config.data}; {loader.description}"
-    return Images(partial(loader.batches, order), order.steps_per_epoch, description, identity)
+    batches = inputs.open_batches(source, BadImages(source.name, len(source), bad_images_file), display)
+    identity = {"data": source.fingerprint(), **batches.choices}
+    steps_per_epoch = batches.order.batches_per_epoch // inputs.batches_per_step
+    return Images(batches.starting_at, steps_per_epoch, f"{config.data}; {batches.description}", identity)
 
 
 def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: ProgressDisplay) -> RunProbe:

@@ -27,7 +27,7 @@ from timm.layers import DropPath
 from torch import nn
 
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.tasks.finetune import (
     Classifier,
     FinetuneOptions,
@@ -42,7 +42,6 @@ from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
-from stop_mim.errors import TrainingDiverged
 
 RICH = replace(PLAIN, drop_path=0.3, mixup=0.8, cutmix=1.0, label_smoothing=0.1, erasing_probability=0.5)
 

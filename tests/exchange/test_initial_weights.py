@@ -13,8 +13,8 @@ import stop_mim
 from stop_mim.cli import main
 from stop_mim.errors import InputError
 from stop_mim.exchange.initial_weights import initialise
-from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
 from stop_mim.models.build import build_objective
+from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import (
     EncoderConfig,

@@ -22,8 +22,8 @@ import stop_mim
 from stop_mim.errors import InputError
 from stop_mim.exchange.initial_weights import initialise
 from stop_mim.masking import Masks
-from stop_mim.positions import SinCosPositions
 from stop_mim.models.build import build_objective
+from stop_mim.positions import SinCosPositions
 from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 

@@ -7,10 +7,10 @@ import torch
 import tyro
 
 from stop_mim.errors import InputError
+from stop_mim.models.build import build_objective
 from stop_mim.sweeps.grid import SWEEPS, as_flags, changes, with_overrides
 from stop_mim.sweeps.plan import SweepConfig, base_config, make_plan
 from stop_mim.sweeps.scales import SCALES
-from stop_mim.models.build import build_objective
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.recipes import find_recipe
 

@@ -69,16 +69,17 @@ def remember(parts, folder, display):
     seen["probes"] = any(getattr(callback, "probe", None) is not None for callback in parts.trainer.callbacks)
     return result
 
-def order_of(self, loader):
-    order = real_order(self, loader)
+def open_batches(self, *arguments):
+    batches = real_open(self, *arguments)
+    order = batches.order
     indices = [order.indices(batch) for batch in range(order.batches_per_epoch)]
     seen.update(indices=torch.cat(indices), n_images=order.n_images)
-    return order
+    return batches
 
 real_forward, IJEPA.forward = IJEPA.forward, forward
 real_step, TrainingStep.__call__ = TrainingStep.__call__, step
 real_run, pretrain.run = pretrain.run, remember
-real_order, StepInputs.order = StepInputs.order, order_of
+real_open, StepInputs.open_batches = StepInputs.open_batches, open_batches
 quiet = Console(file=io.StringIO())
 
 with distributed.process_group("cpu") as ranks:

@@ -1,4 +1,4 @@
-"""What steps learn from: a function of the step's number, whichever step is the first; and how many decode it."""
+"""The inputs of a step are a function of its number; the processes of a host share its cores for decoding."""
 
 import os
 from dataclasses import replace
@@ -18,17 +18,17 @@ from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, workers_fo
 
 
 def open_inputs(rank, processes):
-    """The inputs of one of some processes, with their loader."""
+    """The inputs of one of some processes, with their batches."""
     config = tiny_config()
     config = replace(config, optim=replace(config.optim, batch_size=8 * processes))
     inputs, source = StepInputs(config, Ranks(rank, processes, processes, CPU)), open_source(config.data)
-    return inputs, inputs.open_loader(source, BadImages(source.name, len(source)), ProgressDisplay(shown=False))
+    return inputs, inputs.open_batches(source, BadImages(source.name, len(source)), ProgressDisplay(shown=False))
 
 
 def batches_of_steps(first, last, rank=0, processes=1):
     """Each tensor that the steps are given, batch by batch."""
-    inputs, loader = open_inputs(rank, processes)
-    images = loader.batches(inputs.order(loader), first * inputs.batches_per_step)
+    inputs, batches = open_inputs(rank, processes)
+    images = batches.starting_at(first * inputs.batches_per_step)
     steps = list(islice(inputs.with_masks(images, first), last - first))
     assert [len(step) for step in steps] == [2] * (last - first)
     return [(images, masks.context, masks.targets) for step in steps for images, masks in step]
@@ -57,7 +57,7 @@ def test_no_two_batches_are_alike_and_none_of_another_process():
 
 
 def test_an_image_is_seen_by_one_process_alone():
-    orders = [inputs.order(loader) for inputs, loader in (open_inputs(rank, 2) for rank in range(2))]
+    orders = [open_inputs(rank, 2)[1].order for rank in range(2)]
     seen = torch.cat([order.indices(batch) for order in orders for batch in range(order.batches_per_epoch)])
     assert len(seen) == len(seen.unique()) == 48
 

@@ -26,7 +26,7 @@ from stop_mim.training.config import (
     TrainConfig,
 )
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.feasibility import split_batch
+from stop_mim.training.inputs import split_batch
 from stop_mim.training.pretrain import train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 from stop_mim.training.step import TrainingStep

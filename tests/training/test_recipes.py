@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from stop_mim.errors import InputError
-from stop_mim.masking import BlockwiseMasks
+from stop_mim.masking import BlockwiseMasks, build_masks
+from stop_mim.models.build import build_objective, build_positions
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.mae import MAE
 from stop_mim.positions import SinCosPositions, StochasticPositions
-from stop_mim.masking import build_masks
-from stop_mim.models.build import build_objective, build_positions
 from stop_mim.training.recipes import RECIPES, find_recipe, summary
 
 

@@ -34,7 +34,7 @@ from stop_mim.constraints import (
 )
 from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.labelled import LabelledBatches, LabelledSet
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
 from stop_mim.evaluation.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, options_of, plain
@@ -44,7 +44,6 @@ from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import Checkpoint
 from stop_mim.training.distributed import reduce_mean, share
-from stop_mim.errors import TrainingDiverged
 from stop_mim.training.schedules import warmup_cosine
 
 HEAD_STD = 2e-5

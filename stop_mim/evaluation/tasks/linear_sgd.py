@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each, Number
 from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out
+from stop_mim.errors import TrainingDiverged
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
 from stop_mim.evaluation.linear_heads import Head, LinearHeads, inverse_curvature, precondition, sum_of_products
@@ -27,7 +28,6 @@ from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.checkpoint import Checkpoint
 from stop_mim.training.distributed import reduce_mean, share
-from stop_mim.errors import TrainingDiverged
 from stop_mim.training.schedules import cosine
 
 MOMENTUM = 0.9
