@@ -34,7 +34,12 @@ def test_the_demo_ends_with_a_table_figures_and_what_to_type_next(small_demo, tm
     scores = json.loads((folder / "demo.json").read_text())
     assert set(scores) == {"trained", "untrained", "pixels"}
     for values in scores.values():
-        assert {"count/linear/top1", "count/knn/neighbours=20/top1", "distance/linear/top1", "distance/knn/neighbours=20/top1"} <= set(values)
+        assert {
+            "count/linear/top1",
+            "count/knn/neighbours=20/top1",
+            "distance/linear/top1",
+            "distance/knn/neighbours=20/top1",
+        } <= set(values)
         assert all(0 <= values[name] <= 100 for name in values)
     for name in ("loss.png", "positions.png"):
         pixels = np.asarray(Image.open(folder / name).convert("RGB"))

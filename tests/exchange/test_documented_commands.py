@@ -39,7 +39,7 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, run_config, capsys):
             subprocess.run([sys.executable, *command[1:]], check=True)
     assert (tmp_path / "runs" / "more" / "encoder.safetensors").exists()
     # The last command's table: the same score three times in each row.
-    rows = [line for line in capsys.readouterr().out.splitlines() if "knn/top1@10" in line]
+    rows = [line for line in capsys.readouterr().out.splitlines() if "knn/neighbours=10/top1" in line]
     scores = re.findall(r"\d+\.\d \[", rows[-1])
     assert len(scores) == 3
     assert len(set(scores)) == 1
