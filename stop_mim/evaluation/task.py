@@ -41,6 +41,7 @@ class Task:
 
     def check(self) -> None:
         """Raise InputError if the task cannot be done with this encoder and these data."""
+        self.settings()
 
     def settings(self) -> dict[str, Any]:
         """Return the protocol's name and all settings that the scores depend on, as plain values."""

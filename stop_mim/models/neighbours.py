@@ -53,11 +53,10 @@ def knn_votes(
     queries: Float[Tensor, "m dim"],
     k: int,
     classes: int,
-    temperature: float = TEMPERATURE,
 ) -> Float[Tensor, "m classes"]:
     """Return the votes of the k nearest training images."""
     parts = []
     for part in queries.split(QUERIES_AT_A_TIME):
         cosines, numbers = nearest([train_features], part, k)
-        parts.append(votes(cosines, train_labels[numbers], classes, temperature))
+        parts.append(votes(cosines, train_labels[numbers], classes))
     return torch.cat(parts)

@@ -11,7 +11,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from stop_mim.errors import InputError
 from stop_mim.evaluation.tasks.knn import KnnOptions, knn
 from stop_mim.models import neighbours
-from stop_mim.models.neighbours import knn_votes, nearest
+from stop_mim.models.neighbours import nearest, votes
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,8 @@ def test_more_neighbours_than_images_are_all_of_them(clusters):
 
 def test_votes_do_not_overflow_at_low_temperatures(clusters):
     features, labels, test_features, _ = clusters
-    assert torch.isfinite(knn_votes(features, labels, test_features, 5, 5, temperature=1e-4)).all()
+    cosines, numbers = nearest([features], test_features, 5)
+    assert torch.isfinite(votes(cosines, labels[numbers], 5, temperature=1e-4)).all()
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ class Finetune(TrainingTask):
 
     def check(self) -> None:
         """Refuse encoders that cannot be trained, and other sizes of images than the encoder's own."""
+        super().check()
         encoder = self.subject.encoder
         if not isinstance(encoder, Encoder):
             raise InputError(

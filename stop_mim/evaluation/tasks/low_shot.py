@@ -69,6 +69,7 @@ class LowShot(FeatureTask):
 
     def check(self) -> None:
         """Refuse amounts or a list that do not fit the data."""
+        super().check()
         check_draws(self.options, self.data, self.config.seed)
 
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
