@@ -12,7 +12,8 @@ import torch
 
 from stop_mim import load_encoder
 from stop_mim.data.image_lists import draw_per_class
-from stop_mim.data.labelled import EpochOrder, LabelledSet
+from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.order import ShuffledOrder
 from stop_mim.evaluation.accuracy import top_accuracy
 from stop_mim.evaluation.features import View, extract_features, features_folder
 from stop_mim.evaluation.labelled_training import StateFile
@@ -33,10 +34,11 @@ class StoredBatches:
         self.features, self.labels, self.order = features, labels, order
 
     def __len__(self):
-        return len(self.order)
+        return self.order.batches_per_epoch
 
     def epoch(self, number):
-        for rows in self.order.batches(number):
+        for batch in range(number * len(self), (number + 1) * len(self)):
+            rows = self.order.indices(batch)
             yield self.features[rows], self.labels[rows]
 
 
@@ -46,7 +48,7 @@ class StoredRun(LinearRun):
     stored: torch.Tensor
 
     def batches(self):
-        order = EpochOrder(len(self.used), self.config.batch_size, self.config.seed)
+        order = ShuffledOrder(len(self.used), self.config.batch_size, self.config.seed, drop_last=False)
         return StoredBatches(self.stored[self.used.indices], torch.from_numpy(self.used.classes), order)
 
     def features(self, images):
