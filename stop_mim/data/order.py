@@ -21,6 +21,7 @@ class Order(Protocol):
     """The images that it visits, as positions in the source."""
     batch_size: int
     """Images in the largest batch."""
+    batches_per_epoch: int
     length: int | None
     """Batches in all; None if there is no end."""
 
@@ -108,7 +109,8 @@ class SequentialOrder:
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}: give a number above zero.")
         self.images, self.batch_size = _positions(images)[rank::world_size], batch_size
-        self.length: int | None = -(-len(self.images) // batch_size)
+        self.batches_per_epoch = -(-len(self.images) // batch_size)
+        self.length: int | None = self.batches_per_epoch
 
     def epoch_of(self, batch: int) -> int:
         """The one epoch."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stop_mim.data.decoded import DecodedSource
+from stop_mim.data.labelled import DecodedSource
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.loader import Progress, common_size, resident_budget

@@ -138,7 +138,7 @@ def test_each_process_knows_its_rank_and_values_are_shared(run):
 def test_each_process_has_its_own_part_of_the_images(run):
     _, seen = run
     parts = [set(one["indices"].tolist()) for one in seen]
-    assert [one["n_images"] for one in seen] == [99, 99]
+    assert [one["n_images"] for one in seen] == [100, 100]
     assert [len(part) for part in parts] == [48, 48]
     assert not parts[0] & parts[1]
     assert len(seen[0]["images"]) == 2 * TOTAL
