@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stop_mim.data.labelled import DecodedSource
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.labelled import DecodedSource, LabelledSet
 from stop_mim.data.loader import Progress, common_size, resident_budget
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig
