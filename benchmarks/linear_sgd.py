@@ -13,7 +13,8 @@ import torch
 from stop_mim import load_encoder
 from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.image_lists import draw_per_class
-from stop_mim.data.labelled import EpochOrder, LabelledSet
+from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.order import ShuffledOrder
 from stop_mim.evaluation.data import open_task_data
 from stop_mim.evaluation.features import View, encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.labelled_training import Conditions
@@ -47,7 +48,7 @@ class StoredTraining(LinearTraining):
     stored: torch.Tensor
 
     def batches(self):
-        order = EpochOrder(len(self.used), self.batch_size, self.seed)
+        order = ShuffledOrder(len(self.used), self.batch_size, self.seed, drop_last=False)
         return StoredBatches(self.stored[self.used.indices], torch.from_numpy(self.used.classes), order)
 
     def features(self, images):

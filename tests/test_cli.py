@@ -15,7 +15,7 @@ from PIL import Image
 
 from stop_mim.cli import COMMANDS, main
 from stop_mim.errors import TrainingDiverged
-from stop_mim.training import loop
+from stop_mim.training import pretrain
 from stop_mim.training.pretrain import TrainResult
 from stop_mim.training.recipes import RECIPES
 
@@ -212,7 +212,7 @@ def test_a_resumed_run_keeps_its_own_speed_options(capsys, tmp_path, photos, mon
     run = tmp_path / "run"
     main(["pretrain", "demo", "--data", str(photos), "--out", str(run), *TINY, "--stop-after-steps", "1"])
     given = []
-    monkeypatch.setattr(loop, "resume", lambda *options: given.extend(options) or TrainResult(run, 6, 6, 0.5, None))
+    monkeypatch.setattr(pretrain, "resume", lambda *options: given.extend(options) or TrainResult(run, 6, 6, 0.5, None))
     main(["resume", str(run), "--speed.workers", "2", "--stop-after-steps", "5"])
     assert (given[2].device, given[2].workers, given[3]) == ("cpu", 2, 5)
 
@@ -220,7 +220,7 @@ def test_a_resumed_run_keeps_its_own_speed_options(capsys, tmp_path, photos, mon
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(("by", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("another process", 130)])
 def test_an_interrupted_run_exits_as_its_signal_does(capsys, monkeypatch, tmp_path, by, code, rank):
-    monkeypatch.setattr(loop, "train", lambda *arguments, **options: TrainResult(tmp_path, 5, 10, 0.5, by))
+    monkeypatch.setattr(pretrain, "train", lambda *arguments, **options: TrainResult(tmp_path, 5, 10, 0.5, by))
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended:
         main(["pretrain", "demo"])
