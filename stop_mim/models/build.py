@@ -10,7 +10,7 @@ from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderConfig, ModelConfig, PositionsConfig
 from stop_mim.models.encoder import SIZES, Encoder, create_encoder
 from stop_mim.models.objective import OBJECTIVES, Objective
-from stop_mim.models.predictor import context_projection
+from stop_mim.models.predictor import Predictor, context_projection
 from stop_mim.positions import (
     Grid,
     JitteredPositions,
@@ -20,11 +20,6 @@ from stop_mim.positions import (
     SinCosPositions,
     StochasticPositions,
 )
-from stop_mim.registry import Registry
-
-PositionsBuilder = Callable[[PositionsConfig, Grid, nn.Linear, int], Positions]
-POSITIONS: Registry[PositionsBuilder] = Registry("kind of positions", __name__)
-"""Functions from options, grid, projection and total number of steps to positions, by `positions.kind`."""
 
 
 def build_objective(config: ModelConfig, total_steps: int = 1) -> Objective:
@@ -39,55 +34,36 @@ def build_encoder(config: EncoderConfig) -> Encoder:
     return create_encoder(dimensions, config.image_size, config.patch_size)
 
 
-def build_projection(config: ModelConfig, encoder: Encoder, total_steps: int) -> tuple[nn.Linear, Positions]:
-    """Build the projection from encoder to predictor, with weight A, and the predictor's positions."""
-    width = config.predictor.width
-    if width % 4 and config.positions.kind != "learned":
-        raise InputError(f"predictor.width is {width}: give a multiple of 4.")
-    projection = context_projection(encoder.dim, width)
-    return projection, build_positions(config.positions, encoder.grid, projection, total_steps)
+def build_predictor(config: ModelConfig, encoder: Encoder, total_steps: int, outputs: int | None = None) -> Predictor:
+    """Build the predictor of an encoder, with the projection whose weight is A; `outputs` as in `Predictor`."""
+    chosen = config.predictor
+    if chosen.width % 4 and config.positions.kind != "learned":
+        raise InputError(f"predictor.width is {chosen.width}: give a multiple of 4.")
+    projection = context_projection(encoder.dim, chosen.width)
+    positions = build_positions(config.positions, encoder.grid, projection, total_steps)
+    return Predictor(projection, positions, chosen.depth, chosen.heads or encoder.heads, outputs)
 
 
 def build_positions(config: PositionsConfig, grid: Grid, projection: nn.Linear, total_steps: int = 1) -> Positions:
     """Build positions as wide as the projection's output."""
-    return POSITIONS.find(config.kind)(config, grid, projection, total_steps)
-
-
-@POSITIONS.register("stochastic")
-def _stochastic(config: PositionsConfig, grid: Grid, projection: nn.Linear, total_steps: int) -> Positions:
-    return StochasticPositions(
-        SinCosPositions(grid, projection.out_features),
-        projection,
-        sigma=sigma_schedule(config, total_steps),
-        apply_to=config.apply_to,
-        covariance=config.covariance,
-        convention=config.convention,
-        noise_scale=NoiseScale(projection.in_features) if config.conditioned else None,
-    )
-
-
-@POSITIONS.register("sincos")
-def _sincos(config: PositionsConfig, grid: Grid, projection: nn.Linear, total_steps: int) -> Positions:
-    return _without_noise(config, SinCosPositions(grid, projection.out_features), projection)
-
-
-@POSITIONS.register("learned")
-def _learned(config: PositionsConfig, grid: Grid, projection: nn.Linear, total_steps: int) -> Positions:
-    return _without_noise(config, LearnedPositions(grid, projection.out_features), projection)
-
-
-@POSITIONS.register("jittered")
-def _jittered(config: PositionsConfig, grid: Grid, projection: nn.Linear, total_steps: int) -> Positions:
-    if config.convention == "release":
-        raise InputError("positions.convention is release, which has no jittered positions: choose paper.")
-    return JitteredPositions(grid, projection.out_features, config.jitter_scale, config.jitter_learned, config.apply_to)
-
-
-def _without_noise(config: PositionsConfig, positions: Positions, projection: nn.Linear) -> Positions:
-    """Return the positions of a deterministic baseline; the release's has no mask token."""
-    if config.convention == "paper":
-        return positions
-    return StochasticPositions(positions, projection, config.sigma, apply_to="none", convention="release")
+    width, release = projection.out_features, config.convention == "release"
+    if config.kind == "jittered":
+        if release:
+            raise InputError("positions.convention is release, which has no jittered positions: choose paper.")
+        return JitteredPositions(grid, width, config.jitter_scale, config.apply_to)
+    base = LearnedPositions(grid, width) if config.kind == "learned" else SinCosPositions(grid, width)
+    if config.kind == "stochastic":
+        return StochasticPositions(
+            base,
+            projection,
+            sigma=sigma_schedule(config, total_steps),
+            apply_to=config.apply_to,
+            covariance=config.covariance,
+            convention=config.convention,
+            noise_scale=NoiseScale(projection.in_features) if config.conditioned else None,
+        )
+    # The release's baseline has no mask token.
+    return StochasticPositions(base, projection, apply_to="none", convention="release") if release else base
 
 
 def sigma_schedule(config: PositionsConfig, total_steps: int) -> float | Callable[[int], float]:

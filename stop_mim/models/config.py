@@ -12,10 +12,10 @@ from stop_mim.positions import ApplyTo, Convention
 
 EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
 TargetResolution = Literal["full", "bilinear", "max"]
+PositionsKind = Literal["stochastic", "sincos", "learned", "jittered"]
 
 IJEPA_ONLY = OnlyWith("objective.kind", ("ijepa",))
 STOCHASTIC_ONLY = OnlyWith("positions.kind", ("stochastic",))
-JITTERED_ONLY = OnlyWith("positions.kind", ("jittered",))
 NOISY_ONLY = OnlyWith("positions.kind", ("stochastic", "jittered"))
 
 
@@ -71,7 +71,7 @@ class PredictorConfig(Checked, group="predictor"):
 class PositionsConfig(Checked, group="positions"):
     """Positions in the predictor: fixed for I-JEPA, stochastic for StoP."""
 
-    kind: str = "stochastic"
+    kind: PositionsKind = "stochastic"
     """stochastic (StoP, around sine-cosine positions), sincos (I-JEPA), learned, or jittered (ours: noisy coordinates)."""
     sigma: Annotated[float, AT_LEAST_ZERO] = 0.25
     """Strength of the noise: the variance of n in Σ = σ A Aᵀ, or its std with the release's convention."""
@@ -89,12 +89,6 @@ class PositionsConfig(Checked, group="positions"):
     """Distribute the noise over the images of a batch by a learned head on their context (ours, not the paper's)."""
     jitter_scale: Annotated[float, AT_LEAST_ZERO] = 0.5
     """Standard deviation of jittered coordinates, in patches."""
-    jitter_learned: Annotated[bool, JITTERED_ONLY] = False
-    """Learn the scales of rows and columns, starting from jitter_scale; nothing keeps them from vanishing."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("jitter_scale", self.jitter_scale > 0 or not self.jitter_learned, "start a learned scale above 0")
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_positions
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.objective import OBJECTIVES, TargetObjective, check_target_layers, top_layers_mean
-from stop_mim.models.predictor import NO_NOISE, MaskedTokens, Noise
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, top_layers_mean
+from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import PROJECTION_INIT_STD
 
 Images = Float[Tensor, "batch 3 height width"]
@@ -29,12 +29,10 @@ class PatchProjection(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The convolution's weight as a matrix."""
         return self._convolution[0].weight.flatten(1)
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        """The convolution's bias."""
         return self._convolution[0].bias
 
 
@@ -53,7 +51,7 @@ class MaskedInput(MaskedTokens):
         noise: Noise | None = None,
     ) -> Float[Tensor, "batch n_tokens dim"]:
         """Return the tokens of the visible patches, then those of the masked ones."""
-        visible_noise, masked_noise = noise or NO_NOISE
+        visible_noise, masked_noise = noise or (None, None)
         visible_tokens = self.context_tokens(visible, visible_indices, visible_noise)
         masked_tokens = self.masked_tokens(masked_indices, visible, masked_noise)
         return torch.cat([visible_tokens, masked_tokens.to(visible_tokens)], dim=1)
@@ -71,11 +69,10 @@ class Data2Vec(TargetObjective):
     """
 
     def __init__(self, encoder: Encoder, masked_input: MaskedInput, target_layers: int = 6, beta: float = 2.0) -> None:
-        super().__init__(encoder)
-        check_target_layers(encoder, target_layers)
+        super().__init__(encoder, target_layers, beta)
         if encoder.vit.num_prefix_tokens:
             raise InputError("The encoder has a class token, which data2vec does not use: give one without.")
-        self.masked_input, self.target_layers, self.beta = masked_input, target_layers, beta
+        self.masked_input = masked_input
         self.head = nn.Linear(encoder.dim, encoder.dim)
         nn.init.trunc_normal_(self.head.weight, std=PROJECTION_INIT_STD)
         nn.init.zeros_(self.head.bias)
@@ -83,7 +80,6 @@ class Data2Vec(TargetObjective):
 
     @property
     def masked_tokens(self) -> MaskedInput:
-        """The student's input."""
         return self.masked_input
 
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:

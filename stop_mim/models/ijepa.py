@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
-from stop_mim.models.build import build_encoder, build_projection
+from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
 from stop_mim.models.encoder import Encoder, gather_patches
-from stop_mim.models.objective import OBJECTIVES, TargetObjective, check_target_layers, top_layers_mean
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, top_layers_mean
 from stop_mim.models.predictor import Noise, Predictor
 from stop_mim.positions import Grid
 
@@ -51,19 +51,16 @@ class IJEPA(TargetObjective):
         target_resolution: TargetResolution = "full",
         l1_strength: float = 0.0,
     ) -> None:
-        super().__init__(encoder)
-        check_target_layers(encoder, target_layers)
+        super().__init__(encoder, target_layers, beta)
         if l1_strength < 0:
             raise InputError(f"objective.l1_strength is {l1_strength}: give 0 or a positive number.")
-        self.predictor, self.target_layers, self.beta = predictor, target_layers, beta
-        self.target_resolution, self.l1_strength = target_resolution, l1_strength
+        self.predictor, self.target_resolution, self.l1_strength = predictor, target_resolution, l1_strength
         # How tokens of some patches are computed by the target encoder: `use_fast_kernels` sets a faster function.
         self.tokens_at: Callable[[Encoder, Images, Int[Tensor, "batch n"]], Float[Tensor, "batch n dim"]] = tokens_at
         self.train()
 
     @property
     def masked_tokens(self) -> Predictor:
-        """The predictor."""
         return self.predictor
 
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
@@ -81,10 +78,10 @@ class IJEPA(TargetObjective):
     def target_features(self, images: Images, masks: Masks) -> Features:
         """Return the layer-normed features of the target blocks; the target encoder sees the whole image."""
         wanted, blocks = masks.targets.flatten(1), masks.targets.shape[1:]
-        if self.target_layers > 1 or self.target_resolution != "full":
-            return gather_patches(self._other_targets(images), wanted).unflatten(1, blocks)
-        tokens = self.tokens_at(self.target, images, wanted).float()
-        return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, blocks)
+        if self.target_layers == 1 and self.target_resolution == "full":
+            tokens = self.tokens_at(self.target, images, wanted).float()
+            return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, blocks)
+        return gather_patches(self._other_targets(images), wanted).unflatten(1, blocks)
 
     def _other_targets(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
         """Return the targets of all patches, from several layers or at half the resolution."""
@@ -116,6 +113,5 @@ def lower_resolution(
 def build_ijepa(config: ModelConfig, total_steps: int = 1) -> IJEPA:
     """Build I-JEPA, or StoP, with new weights."""
     encoder, chosen = build_encoder(config.encoder), config.objective
-    projection, positions = build_projection(config, encoder, total_steps)
-    predictor = Predictor(projection, positions, config.predictor.depth, config.predictor.heads or encoder.heads)
+    predictor = build_predictor(config, encoder, total_steps)
     return IJEPA(encoder, predictor, chosen.target_layers, chosen.beta, chosen.target_resolution, chosen.l1_strength)

@@ -5,15 +5,14 @@ import math
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from stop_mim.masking import Masks
-from stop_mim.models.build import build_encoder, build_projection
+from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
 from stop_mim.models.objective import OBJECTIVES, Objective
 from stop_mim.models.predictor import Noise, Predictor
-from stop_mim.positions import Positions
 
 VARIANCE_EPS = 1e-6
 
@@ -27,37 +26,26 @@ def normalise_patches(patches: Float[Tensor, "batch n pixels"]) -> Float[Tensor,
     return (patches - mean) / (variance + VARIANCE_EPS).sqrt()
 
 
-class Decoder(Predictor):
-    """The predictor with pixels as its output, in the order of a convolution's weight: channel, row, column."""
-
-    def __init__(
-        self, projection: nn.Linear, positions: Positions, pixels: int, depth: int = 8, heads: int = 16
-    ) -> None:
-        super().__init__(projection, positions, depth, heads, pixels)
-
-
 class MAE(Objective):
     """The objective of MAE: the encoder sees the context only, and is evaluated itself.
 
     Args:
         encoder: may have a class token, which becomes a context token without a position.
-        decoder: predicts pixels; StoP is in its positions.
+        decoder: predicts the pixels of a patch in the order channel, row, column; StoP is in its positions.
         norm_pixels: normalise the target pixels patch by patch.
     """
 
-    def __init__(self, encoder: Encoder, decoder: Decoder, norm_pixels: bool = True) -> None:
+    def __init__(self, encoder: Encoder, decoder: Predictor, norm_pixels: bool = True) -> None:
         super().__init__()
         self.encoder, self.decoder, self.norm_pixels = encoder, decoder, norm_pixels
         self.train()
 
     @property
     def frozen(self) -> Encoder:
-        """The encoder."""
         return self.encoder
 
     @property
-    def masked_tokens(self) -> Decoder:
-        """The decoder."""
+    def masked_tokens(self) -> Predictor:
         return self.decoder
 
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
@@ -81,8 +69,6 @@ class MAE(Objective):
 @OBJECTIVES.register("mae")
 def build_mae(config: ModelConfig, total_steps: int = 1) -> MAE:
     """Build MAE with new weights; the predictor group describes its decoder."""
-    encoder, predictor = build_encoder(config.encoder), config.predictor
-    projection, positions = build_projection(config, encoder, total_steps)
-    pixels = 3 * math.prod(encoder.patch_size)
-    decoder = Decoder(projection, positions, pixels, predictor.depth, predictor.heads or encoder.heads)
+    encoder = build_encoder(config.encoder)
+    decoder = build_predictor(config, encoder, total_steps, outputs=3 * math.prod(encoder.patch_size))
     return MAE(encoder, decoder, config.objective.norm_pixels)

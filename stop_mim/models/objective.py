@@ -47,7 +47,14 @@ class Objective(nn.Module, ABC):
 
     def draw_noise(self, masks: Masks, generator: torch.Generator | None = None) -> Noise:
         """Draw the noise of the positions for a batch: the only random numbers of a training step."""
-        return self.masked_tokens.draw_noise(masks, generator)
+        return Noise(
+            self.positions.draw_noise(masks.context, tokens="context", generator=generator),
+            self.positions.draw_noise(masks.targets.flatten(0, 1), tokens="masked", generator=generator),
+        )
+
+    def update_target(self, momentum: float) -> None:
+        """Make the target encoder, if there is one, momentum · target + (1 - momentum) · encoder."""
+        self.move_target(1 - momentum)
 
     def move_target(self, weight: float | Float[Tensor, ""]) -> None:
         """Move the target encoder, if there is one, by this fraction of its distance to the encoder."""
@@ -59,11 +66,21 @@ OBJECTIVES: Registry[Builder] = Registry("objective", "stop_mim.models")
 
 
 class TargetObjective(Objective):
-    """An objective with a target encoder: a moving average of the encoder that gets no gradient."""
+    """An objective with a target encoder: a moving average of the encoder that gets no gradient.
 
-    def __init__(self, encoder: Encoder) -> None:
+    Args:
+        encoder: the encoder that is trained; the target encoder starts as a copy.
+        target_layers: number of last layers of the target encoder whose features are the targets.
+        beta: error above which smooth-L1 is linear.
+    """
+
+    def __init__(self, encoder: Encoder, target_layers: int, beta: float) -> None:
         super().__init__()
-        self.encoder = encoder
+        if not 1 <= target_layers <= encoder.depth:
+            raise InputError(
+                f"objective.target_layers is {target_layers}: the encoder has {encoder.depth}, choose at most those."
+            )
+        self.encoder, self.target_layers, self.beta = encoder, target_layers, beta
         self.target = copy.deepcopy(encoder).requires_grad_(False)
         self.train()
 
@@ -108,9 +125,3 @@ def top_layers_mean(
         images, indices=layers, norm=final_norm, output_fmt="NLC", intermediates_only=True
     )
     return torch.stack([F.layer_norm(tokens, tokens.shape[-1:]) for tokens in outputs]).mean(0)
-
-
-def check_target_layers(encoder: Encoder, layers: int) -> None:
-    """Raise InputError if the encoder has fewer layers."""
-    if not 1 <= layers <= encoder.depth:
-        raise InputError(f"objective.target_layers is {layers}: the encoder has {encoder.depth}, choose at most those.")

@@ -9,7 +9,6 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
-from stop_mim.masking import Masks
 from stop_mim.models.layers import initialise_transformer, run_layer
 from stop_mim.positions import PROJECTION_INIT_STD, Positions
 
@@ -19,9 +18,6 @@ class Noise(NamedTuple):
 
     context: Float[Tensor, "batch n_context noise_dim"] | None
     masked: Float[Tensor, "rows n_target noise_dim"] | None
-
-
-NO_NOISE = Noise(None, None)
 
 
 def context_projection(encoder_dim: int, width: int) -> nn.Linear:
@@ -50,14 +46,6 @@ class MaskedTokens(nn.Module):
         self.mask_token = nn.Parameter(torch.zeros(positions.dim), requires_grad=positions.adds_mask_token)
         if positions.adds_mask_token:
             nn.init.trunc_normal_(self.mask_token, std=PROJECTION_INIT_STD)
-
-    def draw_noise(self, masks: Masks, generator: torch.Generator | None = None) -> Noise:
-        """Draw the noise of a batch with these masks."""
-        targets = masks.targets.flatten(0, 1)
-        return Noise(
-            self.positions.draw_noise(masks.context, tokens="context", generator=generator),
-            self.positions.draw_noise(targets, tokens="masked", generator=generator),
-        )
 
     def context_tokens(
         self,
@@ -91,22 +79,6 @@ class LastBlock(Block):
         return wanted + self.mlp(self.norm2(wanted))
 
 
-class PredictorBlocks(nn.Sequential):
-    """All layers: tokens in, the last tokens out."""
-
-    recompute = False
-    """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
-
-    def forward(  # type: ignore[override]
-        self, tokens: Float[Tensor, "batch n width"], n_wanted: int
-    ) -> Float[Tensor, "batch n_wanted width"]:
-        """Return the last `n_wanted` tokens after all layers."""
-        *others, last = self
-        for block in others:
-            tokens = run_layer(block, tokens, self.recompute)
-        return run_layer(last, tokens, self.recompute, n_wanted)
-
-
 class Predictor(MaskedTokens):
     """Predicts the features of masked patches from context tokens and masked tokens, each target block on its own.
 
@@ -118,6 +90,9 @@ class Predictor(MaskedTokens):
         outputs: number of predicted values a patch; by default the width of the encoder.
     """
 
+    recompute = False
+    """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
+
     def __init__(
         self, projection: nn.Linear, positions: Positions, depth: int = 6, heads: int = 12, outputs: int | None = None
     ) -> None:
@@ -125,8 +100,8 @@ class Predictor(MaskedTokens):
         width = projection.out_features
         if width % heads:
             raise InputError(f"predictor.heads is {heads}: the predictor's width, {width}, must be a multiple of it.")
-        kinds = [*[Block] * (depth - 1), LastBlock]
-        self.blocks = PredictorBlocks(*(kind(width, heads, qkv_bias=True) for kind in kinds))
+        self.blocks = nn.ModuleList(Block(width, heads, qkv_bias=True) for _ in range(depth - 1))
+        self.blocks.append(LastBlock(width, heads, qkv_bias=True))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, outputs or projection.in_features)
         initialise_transformer([self.blocks, self.head], self.blocks)
@@ -147,10 +122,14 @@ class Predictor(MaskedTokens):
             noise: noise of the positions; by default they draw it themselves, in training.
         """
         n_blocks, n_target = target_indices.shape[1:]
-        context_noise, masked_noise = noise or NO_NOISE
+        context_noise, masked_noise = noise or (None, None)
         context_tokens = self.context_tokens(context, context_indices, context_noise)
         patches = context[:, context.shape[1] - context_indices.shape[1] :]
         masked_tokens = self.masked_tokens(target_indices.flatten(0, 1), patches, masked_noise)
         repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
         tokens = torch.cat([repeated, masked_tokens.to(repeated)], dim=1)
-        return self.head(self.norm(self.blocks(tokens, n_target))).unflatten(0, (-1, n_blocks))
+        *others, last = self.blocks
+        for block in others:
+            tokens = run_layer(block, tokens, self.recompute)
+        predicted = run_layer(last, tokens, self.recompute, n_target)
+        return self.head(self.norm(predicted)).unflatten(0, (-1, n_blocks))

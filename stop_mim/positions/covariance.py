@@ -70,7 +70,6 @@ class TiedCovariance(Covariance):
         self.noise_dim = projection.in_features
 
     def factor(self) -> Tensor:
-        """Return the projection's weight."""
         return self._projection[0].weight
 
 
@@ -86,11 +85,9 @@ class IdentityCovariance(Covariance):
         self.register_buffer("_factor", torch.eye(dim), persistent=False)
 
     def factor(self) -> Tensor:
-        """Return the identity matrix."""
         return self._factor
 
     def forward(self, noise: Tensor) -> Tensor:
-        """Return the noise itself."""
         return noise
 
 
@@ -105,11 +102,9 @@ class DiagonalCovariance(Covariance):
         self.scale = nn.Parameter(torch.full((dim,), PROJECTION_INIT_STD * math.sqrt(_encoder_dim(dim, projection))))
 
     def factor(self) -> Tensor:
-        """Return the scales as a diagonal matrix."""
         return torch.diag(self.scale)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """Return A n."""
         return noise * self.scale
 
 
@@ -127,7 +122,6 @@ class UntiedCovariance(Covariance):
         self.weight.data.mul_(math.sqrt(encoder_dim / self.noise_dim))
 
     def factor(self) -> Tensor:
-        """Return the learned matrix."""
         return self.weight
 
 

@@ -1,7 +1,7 @@
 """The interface of positions, and the two kinds without noise: sine-cosine and learned tables over a grid of patches."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,24 @@ def sincos_frequencies(dim: int) -> Tensor:
 class Positions(nn.Module, ABC):
     """Maps patch indices (B, n), row-major over the grid, to position vectors (B, n, dim).
 
-    The noise of stochastic positions can be drawn beforehand with `draw_noise` and passed to the call. Without it, the
-    call draws from torch's default generator in training mode.
+    Noisy positions draw their noise themselves, in training mode, from torch's default generator; or it is drawn
+    beforehand with `draw_noise` and passed to the call.
+
+    Args:
+        grid: rows and columns of patches.
+        dim: width of the positions.
+        apply_to: which tokens get noise in training: "masked", "context", "both" or "none".
     """
 
-    grid: Grid
-    dim: int
-    adds_mask_token: bool = True
+    noise_dim = 0
+    """Number of standard normal values in the noise of a token."""
+    adds_mask_token = True
     """Whether masked tokens also carry the learned vector m̃ that marks them as masked."""
+
+    def __init__(self, grid: Grid | int, dim: int, apply_to: ApplyTo = "none") -> None:
+        super().__init__()
+        check_choice("apply_to", apply_to, get_args(ApplyTo))
+        self.grid, self.dim, self.apply_to = as_grid(grid), dim, apply_to
 
     @abstractmethod
     def table(self) -> Tensor:
@@ -62,8 +72,20 @@ class Positions(nn.Module, ABC):
     def draw_noise(
         self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
     ) -> Tensor | None:
-        """Draw standard normal noise for a call with these arguments; None if the call adds no noise."""
-        return None
+        """Draw standard normal noise, (B, n, noise_dim), for these tokens; None if they get none, as in evaluation."""
+        applies = self.applies_to(tokens)
+        return self.standard_normal(indices, generator) if applies and self.training else None
+
+    def standard_normal(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw standard normal noise, (B, n, noise_dim), in any mode."""
+        table = self.table()
+        shape = (*indices.shape, self.noise_dim)
+        return torch.randn(shape, device=table.device, dtype=table.dtype, generator=generator)
+
+    def applies_to(self, tokens: Tokens) -> bool:
+        """Return whether these tokens get noise in training."""
+        check_choice("tokens", tokens, get_args(Tokens))
+        return self.apply_to in (tokens, "both")
 
     def noise_power(self) -> Tensor:
         """Return E ‖ψ̂ - ψ‖² of the tokens that get noise in training, averaged over patches and images."""
@@ -82,14 +104,12 @@ class SinCosPositions(Positions):
     _table: Tensor
 
     def __init__(self, grid: Grid | int, dim: int) -> None:
-        super().__init__()
-        self.grid, self.dim = as_grid(grid), dim
+        super().__init__(grid, dim)
         rows, columns = (torch.arange(size, dtype=torch.float32) for size in self.grid)
         table = sincos_positions(rows[:, None].expand(self.grid), columns.expand(self.grid), dim)
         self.register_buffer("_table", table.flatten(0, 1), persistent=False)
 
     def table(self) -> Tensor:
-        """Return the positions ψ of the whole grid."""
         return self._table
 
 
@@ -97,13 +117,11 @@ class LearnedPositions(Positions):
     """One learned vector a patch."""
 
     def __init__(self, grid: Grid | int, dim: int) -> None:
-        super().__init__()
-        self.grid, self.dim = as_grid(grid), dim
+        super().__init__(grid, dim)
         self.weight = nn.Parameter(torch.empty(self.grid[0] * self.grid[1], dim))
         nn.init.trunc_normal_(self.weight, std=PROJECTION_INIT_STD)
 
     def table(self) -> Tensor:
-        """Return the positions ψ of the whole grid."""
         return self.weight
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class StochasticPositions(Positions):
     """
 
     noise_std: Tensor
+    """Standard deviation of n."""
 
     def __init__(
         self,
@@ -54,23 +55,22 @@ class StochasticPositions(Positions):
         convention: Convention = "paper",
         noise_scale: NoiseScale | None = None,
     ) -> None:
-        super().__init__()
-        check_choice("apply_to", apply_to, ("masked", "context", "both", "none"))
-        check_choice("convention", convention, ("paper", "release"))
+        super().__init__(base.grid, base.dim, apply_to)
+        check_choice("convention", convention, get_args(Convention))
         if projection is not None and projection.out_features != base.dim:
             raise InputError(
                 f"projection has {projection.out_features} output features and the positions {base.dim}: make them equal."
             )
-        self.grid, self.dim, self.base = base.grid, base.dim, base
+        self.base, self.convention, self.noise_scale = base, convention, noise_scale
+        self.adds_mask_token = convention == "paper"
         # In a tuple, so that the layer is not registered a second time.
         self._projection = (projection,)
         self.covariance_name, self.covariance = covariance, make_covariance(covariance, base.dim, projection)
-        self.noise_scale = noise_scale
-        self.apply_to, self.convention = apply_to, convention
-        self.adds_mask_token = convention == "paper"
-        for parameter in self._noise_parameters():
+        self.noise_dim = self.covariance.noise_dim
+        if apply_to == "none":
             # Without noise there is no gradient, and DistributedDataParallel would wait for it.
-            parameter.requires_grad_(apply_to != "none")
+            for part in filter(None, (self.covariance, noise_scale)):
+                part.requires_grad_(False)
         self._sigma_at = sigma if callable(sigma) else None
         # A tensor, so that neither a compiled model nor a CUDA graph fixes its value.
         self.register_buffer("noise_std", torch.zeros(()), persistent=False)
@@ -81,7 +81,6 @@ class StochasticPositions(Positions):
         if not (math.isfinite(sigma) and sigma >= 0):
             raise InputError(f"sigma is {sigma}: give 0 or a positive number.")
         self.sigma = float(sigma)
-        self._silent = self.sigma == 0
         self.noise_std.fill_(math.sqrt(sigma) if self.convention == "paper" else sigma)
 
     def set_step(self, step: int) -> None:
@@ -93,40 +92,29 @@ class StochasticPositions(Positions):
         """Return the means ψ of the whole grid."""
         return self.base.table()
 
-    def draw_noise(
-        self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
-    ) -> Tensor | None:
-        """Draw standard normal noise, (B, n, noise_dim); None if these tokens get no noise."""
-        if not (self.training and self._applies_to(tokens)) or self._silent:
-            return None
-        return self._standard_normal(indices, generator)
-
     def forward(
         self, indices: Tensor, *, tokens: Tokens = "masked", context: Tensor | None = None, noise: Tensor | None = None
     ) -> Tensor:
         """Return ψ̂ of these patches in training, where noise applies to these tokens, and ψ otherwise."""
+        mean = self.mean(indices, tokens=tokens)
         if noise is None:
             noise = self.draw_noise(indices, tokens=tokens)
-        if self.training and self._applies_to(tokens):
-            if self.noise_scale is not None and context is None:
-                raise InputError(
-                    "context is None and the noise depends on the context: call positions(indices, context=features)."
-                )
-            if noise is None:
-                return self._with_zero_gradients(self.mean(indices, tokens=tokens))
-        return self.mean(indices, tokens=tokens) if noise is None else self._noisy(indices, tokens, context, noise)
+        if noise is None:
+            return mean
+        return stochastic_positions(mean, noise, self._noise_std_of(indices, context), self.covariance)
 
     def mean(self, indices: Tensor, *, tokens: Tokens = "masked") -> Tensor:
         """Return the positions without noise."""
         positions = self.base(indices)
         # The release passes the noise through the whole linear layer: tokens without noise get no bias either.
-        adds_bias = self.convention == "release" and tokens == "masked" and self._applies_to(tokens)
+        adds_bias = self.convention == "release" and tokens == "masked" and self.applies_to(tokens)
         bias = getattr(self._projection[0], "bias", None) if adds_bias else None
         return positions if bias is None else positions + bias
 
     def sample(self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None) -> Tensor:
         """Return noisy positions, in training and evaluation mode; with a `noise_scale`, those of an average image."""
-        return self._noisy(indices, tokens, None, self._standard_normal(indices, generator))
+        noise = self.standard_normal(indices, generator)
+        return stochastic_positions(self.mean(indices, tokens=tokens), noise, self.noise_std, self.covariance)
 
     def covariance_matrix(self) -> Tensor:
         """Return Σ, (dim, dim); with a `noise_scale`, its mean over images."""
@@ -140,17 +128,18 @@ class StochasticPositions(Positions):
 
     def extra_repr(self) -> str:
         return (
-            f"grid={self.grid[0]}x{self.grid[1]}, dim={self.dim}, sigma={self.sigma:g}, apply_to={self.apply_to}, "
+            f"{super().extra_repr()}, sigma={self.sigma:g}, apply_to={self.apply_to}, "
             f"covariance={self.covariance_name}, convention={self.convention}"
         )
 
-    def _noisy(self, indices: Tensor, tokens: Tokens, context: Tensor | None, noise: Tensor) -> Tensor:
-        mean = self.mean(indices, tokens=tokens)
-        return stochastic_positions(mean, noise, self._noise_std_of(indices, context), self.covariance)
-
     def _noise_std_of(self, indices: Tensor, context: Tensor | None) -> Tensor:
-        if self.noise_scale is None or context is None:
+        """Return the standard deviation of n, for each row of indices if it depends on the image."""
+        if self.noise_scale is None:
             return self.noise_std
+        if context is None:
+            raise InputError(
+                "context is None and the noise depends on the context: call positions(indices, context=features)."
+            )
         rows, images = len(indices), len(context)
         if rows % images:
             raise InputError(
@@ -158,23 +147,3 @@ class StochasticPositions(Positions):
             )
         scale = self.noise_scale(context).repeat_interleave(rows // images)
         return self.noise_std * scale.to(self.noise_std)[:, None, None]
-
-    def _standard_normal(self, indices: Tensor, generator: torch.Generator | None) -> Tensor:
-        table = self.table()
-        shape = (*indices.shape, self.covariance.noise_dim)
-        return torch.randn(shape, device=table.device, dtype=table.dtype, generator=generator)
-
-    def _applies_to(self, tokens: Tokens) -> bool:
-        check_choice("tokens", tokens, ("masked", "context"))
-        return self.apply_to in (tokens, "both")
-
-    def _noise_parameters(self) -> list[nn.Parameter]:
-        scaling = [] if self.noise_scale is None else self.noise_scale.parameters()
-        return [*self.covariance.parameters(), *scaling]
-
-    def _with_zero_gradients(self, positions: Tensor) -> Tensor:
-        """Give parameters of the noise a gradient of zero while σ is 0: DistributedDataParallel waits for all gradients."""
-        for parameter in self._noise_parameters():
-            # The sum of no elements is +0: subtracting it changes no bit.
-            positions = positions - parameter.flatten()[:0].sum()
-        return positions

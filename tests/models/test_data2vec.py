@@ -55,7 +55,7 @@ def student_input(model, images, masks):
     return seen[0]
 
 
-@pytest.mark.parametrize(("layers", "beta"), [(1, 2.0), (2, 0.5), (3, 2.0)])
+@pytest.mark.parametrize(("layers", "beta"), [(1, 2.0), (2, 0.5)])
 def test_the_loss_is_smooth_l1_to_the_normed_mean_of_the_teachers_normed_top_layers(batch, layers, beta):
     model, (images, masks) = make(target_layers=layers, beta=beta), batch
     for parameter in model.target.parameters():
@@ -137,14 +137,6 @@ def test_the_patch_projection_is_the_convolution_and_owns_nothing():
     torch.testing.assert_close(projection(patch.flatten(1)), convolution(patch)[..., 0, 0], atol=1e-5, rtol=1e-5)
     convolution.weight.data.mul_(2)
     assert torch.equal(projection.weight, convolution.weight.flatten(1))
-
-
-def test_a_copy_of_the_objective_has_a_noise_of_its_own(batch):
-    model = make(sigma=0.5)
-    other = copy.deepcopy(model)
-    other.encoder.vit.patch_embed.proj.weight.data.zero_()
-    assert not other.positions.covariance.factor().any()
-    assert model.positions.covariance.factor().any()
 
 
 def test_the_releases_convention_and_noise_by_context_work_too(batch):

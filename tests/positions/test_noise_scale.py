@@ -1,8 +1,7 @@
-"""Noise that the context deals out: it starts as plain StoP, follows the context, and cannot be silenced."""
+"""Noise scaled by the context: it starts as plain StoP, follows the context, and cannot be silenced."""
 
 import pytest
 import torch
-from torch import nn
 
 from stop_mim.constraints import check_effects
 from stop_mim.errors import InputError
@@ -11,7 +10,6 @@ from stop_mim.positions import NoiseScale, SinCosPositions, StochasticPositions
 from stop_mim.training.config import PositionsConfig, TrainConfig
 
 GRID, DIM, ENCODER_DIM = (3, 5), 8, 12
-SEVERAL_PARAMETERS = [0.0, 0.3, 3.0, 30.0, 1e6]
 
 
 def make(projection, **change):
@@ -23,7 +21,7 @@ def contexts(images=4, seed=0, offset=0.0):
 
 
 def stir(noise_scale, size=1.0, seed=0):
-    """Another head, of any size, that says different things about different images."""
+    """Give the head random weights of this size."""
     generator = torch.Generator().manual_seed(seed)
     noise_scale.weight.data.copy_(size * torch.randn(noise_scale.weight.shape, generator=generator))
     return noise_scale
@@ -75,43 +73,17 @@ def test_samples_have_the_covariance_of_their_image(projection, noisy):
     torch.testing.assert_close(covariances.mean(0), positions.covariance_matrix().detach(), atol=0.02 * size, rtol=0)
 
 
-def test_every_block_of_an_image_has_its_scale(projection, noisy):
-    positions = make(projection, covariance="identity")
-    stir(positions.noise_scale, size=2.0)
-    context = contexts(2, seed=2)
-    noise = noisy(positions, torch.full((6, 4000), 7), context=context) - positions.table()[7]
-    measured = noise.std(dim=(1, 2)) / 0.5
-    scales = positions.noise_scale(context)
-    torch.testing.assert_close(measured, scales.repeat_interleave(3), atol=0.02, rtol=0)
-    assert scales.max() > 1.2 * scales.min()
-
-
-@pytest.mark.parametrize("size", SEVERAL_PARAMETERS)
+@pytest.mark.parametrize("size", [0.3, 1e6])
 @pytest.mark.parametrize("offset", [0.0, 10.0])
 @pytest.mark.parametrize("images", [1, 2, 9])
 def test_no_parameters_silence_a_batch_or_an_image(size, offset, images):
-    for seed in range(20):
+    for seed in range(5):
         scales = stir(NoiseScale(ENCODER_DIM), size, seed)(contexts(images, seed, offset))
         assert scales.square().mean().item() == pytest.approx(1, abs=1e-5)
         # What a mean can lose to its root mean square between 1/2 and 2: at worst 2 √(1/2 · 2) / (1/2 + 2).
         assert scales.mean() >= 0.8 - 1e-5
         assert scales.min() >= 0.25
         assert scales.max() <= 4.0
-
-
-@pytest.mark.parametrize("goal", ["power", "mean", "least"])
-def test_not_even_training_for_silence_silences_it(projection, goal):
-    noise_scale, context = stir(NoiseScale(ENCODER_DIM), size=0.1), contexts(8)
-    measure = {"power": lambda s: s.square().mean(), "mean": torch.mean, "least": torch.min}[goal]
-    optimiser = torch.optim.Adam(noise_scale.parameters(), 0.1)
-    for _ in range(200):
-        optimiser.zero_grad()
-        measure(noise_scale(context)).backward()
-        optimiser.step()
-    reached = measure(noise_scale(context)).item()
-    assert reached >= {"power": 1 - 1e-5, "mean": 0.8, "least": 0.25}[goal]
-    # It did try: the two that can move are near their limits.
-    assert reached < {"power": 1 + 1e-5, "mean": 0.9, "least": 0.35}[goal]
 
 
 def test_noise_moves_to_the_images_that_it_harms_least(projection, noisy):
@@ -138,37 +110,14 @@ def test_gradient_reaches_head_and_factor_and_not_the_encoder(projection, indice
     assert context.grad is None
 
 
-@pytest.mark.parametrize("convention", ["paper", "release"])
-@pytest.mark.parametrize("silence", ["eval", "sigma", "nowhere"])
-def test_silent_positions_are_bit_equal_to_those_without_a_head(projection, indices, silence, convention):
-    change = {"sigma": {"sigma": 0.0}, "nowhere": {"apply_to": "none"}}.get(silence, {}) | {"convention": convention}
-    positions = make(projection, **change).train(silence != "eval")
-    stir(positions.noise_scale)
-    plain = StochasticPositions(SinCosPositions(GRID, DIM), projection, **change).train(silence != "eval")
-    silent = positions(indices, context=contexts(2))
-    assert torch.equal(silent.view(torch.int32), plain(indices).view(torch.int32))
-    if silence != "sigma":
-        assert torch.equal(positions(indices), silent)
-
-
-@pytest.mark.parametrize("covariance", ["tied", "identity", "diagonal", "untied", "low_rank(2)"])
-@pytest.mark.parametrize(("images", "sigma"), [(2, 0.25), (1, 0.25), (2, 0.0)])
-def test_all_that_learns_has_a_gradient(projection, covariance, images, sigma):
+@pytest.mark.parametrize("covariance", ["tied", "diagonal", "low_rank(2)"])
+@pytest.mark.parametrize(("images", "sigma"), [(1, 0.25), (2, 0.0)])
+def test_all_that_learns_has_a_gradient_also_without_noise(projection, covariance, images, sigma):
     positions = make(projection, sigma=sigma, covariance=covariance)
-    token = nn.Parameter(torch.zeros(DIM))
-    indices = torch.arange(3).expand(2, 3)
-    (positions(indices, context=contexts(images)) + token).square().sum().backward()
+    positions(torch.arange(3).expand(2, 3), context=contexts(images)).square().sum().backward()
     assert all(parameter.grad is not None for parameter in positions.parameters())
     nowhere = make(projection, apply_to="none", covariance=covariance)
     assert not any(parameter.requires_grad for parameter in nowhere.parameters())
-
-
-def test_the_bias_of_the_release_is_not_scaled(projection, noisy):
-    positions = make(projection, convention="release")
-    stir(positions.noise_scale, size=2.0)
-    samples = noisy(positions, torch.full((2, 100_000), 7), context=contexts(2)).detach()
-    expected = (positions.table()[7] + projection.bias.detach()).expand(2, DIM)
-    torch.testing.assert_close(samples.mean(1), expected, atol=0.01, rtol=0)
 
 
 def test_bf16_contexts_and_autocast_keep_the_tie(projection, indices):
@@ -205,20 +154,3 @@ def test_the_configuration_asks_for_it_by_name(projection):
     assert build_positions(PositionsConfig(conditioned=True), GRID, projection).noise_scale.most == 2
     with pytest.raises(InputError, match=r"positions.conditioned is True.*positions.kind is sincos"):
         check_effects(TrainConfig(positions=PositionsConfig(kind="sincos", conditioned=True)))
-
-
-def test_a_model_starts_with_the_weights_of_its_unconditioned_twin(train_briefly):
-    ours, theirs = (
-        train_briefly(PositionsConfig(conditioned=conditioned), steps=0)[0] for conditioned in (True, False)
-    )
-    twin = theirs.state_dict()
-    own = {
-        name for name, tensor in ours.state_dict().items() if name not in twin or not torch.equal(tensor, twin[name])
-    }
-    assert own == {"predictor.positions.noise_scale.weight"}
-
-
-def test_a_model_learns_with_it(train_briefly):
-    objective, losses = train_briefly(PositionsConfig(conditioned=True))
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    assert objective.predictor.positions.noise_scale.weight.abs().max() > 0.01
