@@ -34,22 +34,16 @@ class Positions(nn.Module, ABC):
 
     Noisy positions draw their noise themselves, in training mode, from torch's default generator; or it is drawn
     beforehand with `draw_noise` and passed to the call.
-
-    Args:
-        grid: rows and columns of patches.
-        dim: width of the positions.
-        apply_to: which tokens get noise in training: "masked", "context", "both" or "none".
     """
 
-    noise_dim = 0
+    grid: Grid
+    dim: int
+    apply_to: ApplyTo = "none"
+    """Which tokens get noise in training."""
+    noise_dim: int = 0
     """Number of standard normal values in the noise of a token."""
-    adds_mask_token = True
+    adds_mask_token: bool = True
     """Whether masked tokens also carry the learned vector m̃ that marks them as masked."""
-
-    def __init__(self, grid: Grid | int, dim: int, apply_to: ApplyTo = "none") -> None:
-        super().__init__()
-        check_choice("apply_to", apply_to, get_args(ApplyTo))
-        self.grid, self.dim, self.apply_to = as_grid(grid), dim, apply_to
 
     @abstractmethod
     def table(self) -> Tensor:
@@ -104,7 +98,8 @@ class SinCosPositions(Positions):
     _table: Tensor
 
     def __init__(self, grid: Grid | int, dim: int) -> None:
-        super().__init__(grid, dim)
+        super().__init__()
+        self.grid, self.dim = as_grid(grid), dim
         rows, columns = (torch.arange(size, dtype=torch.float32) for size in self.grid)
         table = sincos_positions(rows[:, None].expand(self.grid), columns.expand(self.grid), dim)
         self.register_buffer("_table", table.flatten(0, 1), persistent=False)
@@ -117,7 +112,8 @@ class LearnedPositions(Positions):
     """One learned vector a patch."""
 
     def __init__(self, grid: Grid | int, dim: int) -> None:
-        super().__init__(grid, dim)
+        super().__init__()
+        self.grid, self.dim = as_grid(grid), dim
         self.weight = nn.Parameter(torch.empty(self.grid[0] * self.grid[1], dim))
         nn.init.trunc_normal_(self.weight, std=PROJECTION_INIT_STD)
 

@@ -1,12 +1,21 @@
 """Noise in coordinate space: row and column of a patch are jittered before sine and cosine. Ours, not the paper's."""
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from stop_mim.errors import InputError
-from stop_mim.positions.deterministic import ApplyTo, Grid, Positions, SinCosPositions, Tokens, sincos_frequencies
+from stop_mim.positions.deterministic import (
+    ApplyTo,
+    Grid,
+    Positions,
+    SinCosPositions,
+    Tokens,
+    check_choice,
+    sincos_frequencies,
+)
 
 
 def shifted_positions(positions: Tensor, shifts: Tensor, frequencies: Tensor) -> Tensor:
@@ -36,11 +45,12 @@ class JitteredPositions(Positions):
     _frequencies: Tensor
 
     def __init__(self, grid: Grid | int, dim: int, scale: float = 0.5, apply_to: ApplyTo = "masked") -> None:
-        base = SinCosPositions(grid, dim)
-        super().__init__(base.grid, dim, apply_to)
+        super().__init__()
+        check_choice("apply_to", apply_to, get_args(ApplyTo))
         if not (math.isfinite(scale) and scale >= 0):
             raise InputError(f"scale is {scale}: give 0 or a positive number.")
-        self.base, self.scale = base, float(scale)
+        self.base, self.scale, self.apply_to = SinCosPositions(grid, dim), float(scale), apply_to
+        self.grid, self.dim = self.base.grid, dim
         self.register_buffer("_frequencies", sincos_frequencies(dim).float(), persistent=False)
 
     def table(self) -> Tensor:

@@ -55,13 +55,15 @@ class StochasticPositions(Positions):
         convention: Convention = "paper",
         noise_scale: NoiseScale | None = None,
     ) -> None:
-        super().__init__(base.grid, base.dim, apply_to)
+        super().__init__()
+        check_choice("apply_to", apply_to, get_args(ApplyTo))
         check_choice("convention", convention, get_args(Convention))
         if projection is not None and projection.out_features != base.dim:
             raise InputError(
                 f"projection has {projection.out_features} output features and the positions {base.dim}: make them equal."
             )
-        self.base, self.convention, self.noise_scale = base, convention, noise_scale
+        self.grid, self.dim, self.base = base.grid, base.dim, base
+        self.apply_to, self.convention, self.noise_scale = apply_to, convention, noise_scale
         self.adds_mask_token = convention == "paper"
         # In a tuple, so that the layer is not registered a second time.
         self._projection = (projection,)

@@ -97,7 +97,8 @@ class CopiedPositions(Positions):
     """A table that was made elsewhere."""
 
     def __init__(self, table, grid):
-        super().__init__(grid, table.shape[1])
+        super().__init__()
+        self.grid, self.dim = grid, table.shape[1]
         self.register_buffer("copied", table)
 
     def table(self):
