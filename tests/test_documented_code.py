@@ -1,0 +1,112 @@
+"""The Python code of the README and of the guides runs as it is written there."""
+
+import re
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from stop_mim import SinCosPositions, StochasticPositions, create_encoder, save_encoder
+from stop_mim.cli import main
+from stop_mim.positions import COVARIANCES
+
+ROOT = Path(__file__).parents[1]
+
+
+def code(page: str, containing: str) -> str:
+    """The one block of Python on a page that contains a text."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    (found,) = [block for block in blocks if containing in block]
+    return found
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    encoder = create_encoder("tiny", image_size=32, patch_size=16).eval()
+    (tmp_path / "runs" / "photos").mkdir(parents=True)
+    save_encoder(encoder, tmp_path / "runs" / "photos" / "encoder.safetensors")
+    return encoder
+
+
+def test_the_encoder_of_a_run_loads_here_and_in_timm(run_folder):
+    names = {"images": torch.randn(2, 3, 32, 32)}
+    exec(code("README.md", "load_encoder("), names)
+    assert names["tokens"].shape == (2, 4, 192)
+    assert names["features"].shape == (2, 4 * 192)
+    exec(code("README.md", "import json, timm"), names)
+    tokens = names["model"].eval().forward_features(names["images"])
+    torch.testing.assert_close(tokens, names["tokens"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/library.md"])
+def test_three_lines_put_stop_into_another_model(page):
+    imports, definition, use = code(page, "self.positions =").split("\n\n")
+    names = {"nn": nn, "torch": torch}
+    model = f"""
+{imports}
+
+class Model(nn.Module):
+    def __init__(self, grid, dim):
+        super().__init__()
+        self.decoder_embed, self.mask_token = nn.Linear(32, dim), nn.Parameter(torch.zeros(dim))
+        {definition}
+
+    def forward(self, features, visible, hidden):
+{textwrap.indent(use, " " * 8)}
+        return context, masked
+"""
+    exec(model, names)
+    model, order = names["Model"]((4, 4), 24), torch.rand(2, 16).argsort(1)
+    inputs = torch.randn(2, 6, 32), order[:, :6], order[:, 6:]
+    (context, masked), (again, others) = model(*inputs), model(*inputs)
+    assert torch.equal(context, again)
+    assert not torch.isclose(masked, others).all(-1).any()
+    masked.square().sum().backward()
+    assert model.decoder_embed.weight.grad.any()
+    model.eval()
+    assert torch.equal(model(*inputs)[1], model(*inputs)[1])
+
+
+def test_the_training_loop_trains():
+    names = {"batches": torch.randn(2, 4, 3, 64, 64)}
+    torch.manual_seed(0)
+    loop = code("docs/guides/library.md", "for images in batches")
+    exec(
+        loop.replace("for images in batches", "losses = []\nfor images in batches") + "    losses.append(loss.item())",
+        names,
+    )
+    assert len(names["losses"]) == 2
+    model = names["model"]
+    weights = zip(model.target.parameters(), model.encoder.parameters(), strict=True)
+    moved = [(ours - theirs).abs().max().item() for theirs, ours in weights if ours.requires_grad]
+    assert all(0 < distance < 0.1 for distance in moved)
+
+
+def test_a_covariance_is_one_class_in_a_module_of_ones_own(tmp_path, monkeypatch):
+    (tmp_path / "my_plugin.py").write_text(code("docs/guides/research.md", "# my_plugin.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("STOP_MIM_PLUGINS", "my_plugin")
+    monkeypatch.delitem(sys.modules, "my_plugin", raising=False)
+    options = shlex.split(
+        "--data scenes:count=16,size=32 --encoder.image-size 32 32 --encoder.width 24 --encoder.depth 1 --encoder.heads 2 "
+        "--predictor.width 8 --predictor.depth 1 --predictor.heads 2 --optim.batch-size 8 --optim.epochs 1 "
+        "--optim.warmup-epochs 0 --speed.device cpu --speed.workers 0"
+    )
+    out = tmp_path / "run"
+    try:
+        main(["pretrain", "stop-tiny-imagenet", "--positions.covariance", "half_identity", *options, "--out", str(out)])
+        assert (out / "encoder.safetensors").exists()
+        positions = StochasticPositions(SinCosPositions(4, 8), nn.Linear(12, 8), covariance="half_identity")
+        indices = torch.arange(16).expand(2, 16)
+        noise = positions(indices) - positions.table()[indices]
+        assert not noise[..., 4:].any()
+        assert noise[..., :4].all()
+        torch.testing.assert_close(positions.covariance_matrix().diagonal(), torch.tensor([0.25] * 4 + [0.0] * 4))
+    finally:
+        del COVARIANCES._entries["half_identity"], sys.modules["my_plugin"]
