@@ -19,11 +19,12 @@ from stop_mim.models.encoder import (
     NORM_EPS,
     SIZES,
     Encoder,
+    count_layers,
     encoder_of,
     fill_encoder,
-    misfit,
     mlp_ratio,
     read_safetensors,
+    require_depth,
     shell,
 )
 from stop_mim.models.hub_encoder import HubEncoder
@@ -82,10 +83,7 @@ def encoder_from_timm_names(
         image_size: height and width; None: square images, from the number of positions.
     """
     tensors = {name: tensor for name, tensor in tensors.items() if name not in CLASSIFIER}
-    vit = shell(_architecture(tensors, origin, heads, image_size), norm_eps)
-    if wrong := misfit(tensors, vit.state_dict()):
-        raise InputError(f"{origin} does not fit a plain Vision Transformer: {wrong}.")
-    return fill_encoder(vit, tensors, mean, std)
+    return fill_encoder(shell(_architecture(tensors, origin, heads, image_size), norm_eps), tensors, origin, mean, std)
 
 
 def _architecture(
@@ -115,7 +113,7 @@ def _architecture(
         "img_size": [grid[0] * patch_size[0], grid[1] * patch_size[1]],
         "patch_size": patch_size,
         "embed_dim": width,
-        "depth": 1 + max(int(match[1]) for match in map(re.compile(r"blocks\.(\d+)\.").match, tensors) if match),
+        "depth": count_layers(tensors),
         "num_heads": heads,
         "mlp_ratio": mlp_ratio(tensors[HIDDEN].shape[0], width),
         "class_token": class_token,
@@ -161,6 +159,9 @@ def read_timm_folder(folder: Path) -> Encoder:
     tensors, metadata = read_safetensors(file)
     if metadata.get("format") == FILE_FORMAT:
         return encoder_of(tensors, metadata, file)
+    arguments = read_config(folder).get("model_args")
+    if isinstance(arguments, Mapping) and "depth" in arguments:
+        require_depth(arguments["depth"], tensors, str(folder / CONFIG_FILE))
     try:
         with torch.device("meta"):
             vit = timm.create_model(f"local-dir:{folder}", num_classes=0, dynamic_img_size=True)
@@ -172,9 +173,7 @@ def read_timm_folder(folder: Path) -> Encoder:
     if not isinstance(vit, VisionTransformer):
         raise InputError(f"{folder} holds a {type(vit).__name__}: choose a plain Vision Transformer.")
     tensors = {name: tensor for name, tensor in tensors.items() if name not in CLASSIFIER}
-    if wrong := misfit(tensors, vit.state_dict()):
-        raise InputError(f"{file} does not fit the {CONFIG_FILE} beside it: {wrong}.")
-    return fill_encoder(vit, tensors, vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
+    return fill_encoder(vit, tensors, str(file), vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
 
 
 def read_hub_folder(folder: Path) -> Encoder:

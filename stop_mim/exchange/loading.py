@@ -27,7 +27,6 @@ from stop_mim.models.encoder import (
     encoder_of,
     load_timm_encoder,
     misfit,
-    read_encoder,
     read_safetensors,
 )
 from stop_mim.models.hub_encoder import load_hub_encoder
@@ -126,7 +125,7 @@ def _known() -> str:
 
 def _from_folder(folder: Path) -> FrozenEncoder:
     if (folder / ENCODER_FILE).exists():
-        return read_encoder(folder)
+        return _from_safetensors(folder / ENCODER_FILE)
     config = read_config(folder)
     if "architecture" in config:
         return read_timm_folder(folder)

@@ -247,13 +247,23 @@ def misfit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str
     return "; ".join(parts) or None
 
 
+def require_depth(depth: Any, tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Raise InputError unless the weights have that many layers; a depth of millions would fill the memory."""
+    if depth != (layers := count_layers(tensors)):
+        raise InputError(f"{origin} is said to have {depth} layers and has weights of {layers}: save it again.")
+
+
+def count_layers(tensors: Mapping[str, Tensor]) -> int:
+    """Return the number of layers that have weights, whatever numbers they have."""
+    return len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
+
+
 def fill_encoder(
-    vit: VisionTransformer,
-    tensors: Mapping[str, Tensor],
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
+    vit: VisionTransformer, tensors: Mapping[str, Tensor], origin: str, mean: Sequence[float], std: Sequence[float]
 ) -> Encoder:
-    """Load fitting weights into a `shell` and return the encoder in evaluation mode."""
+    """Load weights into a `shell` and return the encoder in evaluation mode; raise InputError if they do not fit."""
+    if wrong := misfit(tensors, vit.state_dict()):
+        raise InputError(f"{origin} does not fit a plain Vision Transformer of its architecture: {wrong}.")
     # Copies: the tensors may be memory-mapped from a file that is replaced later.
     copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
     vit.load_state_dict(copies, strict=True, assign=True)
@@ -315,29 +325,19 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path} cannot be read as safetensors ({error}): save or copy it again.") from error
 
 
-def read_encoder(path: Path) -> Encoder:
-    """Read the encoder from a file of `save_encoder`, or from a run directory."""
-    file = path / ENCODER_FILE if path.is_dir() else path
-    if not file.exists():
-        raise InputError(f"{path} has no {ENCODER_FILE}: name a run directory with a checkpoint.")
-    tensors, metadata = read_safetensors(file)
-    if metadata.get("format") != FILE_FORMAT:
-        raise InputError(f"{file} does not name its architecture: give an encoder that stop-mim saved.")
-    return encoder_of(tensors, metadata, file)
-
-
 def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> Encoder:
     """Build the encoder from the contents of a file of `save_encoder`."""
     try:
         values = {name: json.loads(value) for name, value in metadata.items() if name != "format"}
+        require_depth(values["architecture"]["depth"], tensors, str(file))
         vit = shell(values["architecture"], values.get("norm_eps", NORM_EPS))
         mean, std = values["mean"], values["std"]
+    except InputError:
+        raise
     # timm raises all kinds of errors for arguments that it does not know.
     except Exception as error:
         raise InputError(f"{file} has an architecture that cannot be built ({error}): save it again.") from error
-    if wrong := misfit(tensors, vit.state_dict()):
-        raise InputError(f"{file} does not fit its own architecture ({wrong}): save it again.")
-    return fill_encoder(vit, tensors, mean, std)
+    return fill_encoder(vit, tensors, str(file), mean, std)
 
 
 def _size(tensor: Tensor) -> str:

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from release_files import generator, release, tokens_by_definition, without_prefix
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import VisionTransformer
@@ -212,6 +213,24 @@ def test_our_file_with_another_architecture_in_its_words(tmp_path):
         save_file(tensors, path, {**words, "architecture": architecture})
         with pytest.raises(InputError, match="mine"):
             stop_mim.load_encoder(path)
+
+
+def test_no_file_asks_for_more_layers_than_it_has(tmp_path):
+    path = tmp_path / "deep.safetensors"
+    save_encoder(create_encoder(Dimensions(192, 2, 3), 32, 8), path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    save_file(
+        tensors, path, {**metadata, "architecture": metadata["architecture"].replace('"depth": 2', '"depth": 20000')}
+    )
+    with pytest.raises(InputError, match="20000 layers and has weights of 2"):
+        stop_mim.load_encoder(path)
+    save_file({**tensors, "blocks.100000.x": torch.zeros(1)}, path)
+    with pytest.raises(InputError, match=r"12 missing .*1 unknown \(blocks\.100000\.x\)"):
+        stop_mim.load_encoder(path)
+    with pytest.raises(InputError, match="20000 layers"):
+        stop_mim.load_encoder(timm_folder(tmp_path, change_config=lambda c: c["model_args"].update(depth=20000)))
 
 
 def test_a_checkpoint_far_from_its_run(tmp_path):

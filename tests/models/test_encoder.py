@@ -5,10 +5,11 @@ import math
 import pytest
 import timm
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 from stop_mim.errors import InputError
+from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import (
     SIZES,
     Dimensions,
@@ -18,7 +19,6 @@ from stop_mim.models.encoder import (
     load_timm_encoder,
     misfit,
     mlp_ratio,
-    read_encoder,
     save_encoder,
 )
 
@@ -156,7 +156,7 @@ def test_saved_file_loads_into_a_plain_timm_model(encoder, images, tmp_path):
 def test_reading_gives_the_same_encoder_back(encoder, images, tmp_path, kind):
     path = tmp_path / "encoder.safetensors"
     save_encoder(encoder, path)
-    loaded = read_encoder(path if kind == "file" else tmp_path)
+    loaded = load_encoder(path if kind == "file" else tmp_path)
     assert not loaded.training
     assert not loaded.vit.pos_embed.requires_grad
     assert all(parameter.requires_grad for name, parameter in loaded.named_parameters() if name != "vit.pos_embed")
@@ -174,22 +174,13 @@ def test_timms_models_with_their_class_token():
     assert encoder.embed(images, layers=4).shape == (1, 768)
 
 
-def test_what_cannot_be_loaded_is_named(encoder, tmp_path):
+def test_what_timm_does_not_have_is_named():
     for name, words in [
         ("vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224'"),
         ("resnet18", "not a plain Vision Transformer"),
     ]:
         with pytest.raises(InputError, match=words):
             load_timm_encoder(name, pretrained=False)
-    with pytest.raises(InputError, match=r"has no encoder.safetensors"):
-        read_encoder(tmp_path)
-    broken = tmp_path / "broken.safetensors"
-    broken.write_bytes(b"not tensors")
-    with pytest.raises(InputError, match="cannot be read as safetensors"):
-        read_encoder(broken)
-    save_file({"weight": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"other.safetensors does not name its architecture"):
-        read_encoder(tmp_path / "other.safetensors")
 
 
 def test_what_does_not_fit_is_listed():
