@@ -134,55 +134,59 @@ class RandomMasks:
     has_fixed_counts = True
 
     def __init__(self, grid: Grid | int, mask_ratio: float = 0.75) -> None:
+        MaskConfig("random", mask_ratio=mask_ratio)
         self.grid = as_grid(grid)
-        self.target_tokens, self.context_tokens = _split_patches(self.grid, mask_ratio)
+        patches = math.prod(self.grid)
+        self.target_tokens = round(mask_ratio * patches)
+        self.context_tokens = patches - self.target_tokens
+        if not (self.target_tokens and self.context_tokens):
+            raise InputError(
+                f"masks.mask_ratio is {mask_ratio}: on a grid of {_grid_name(self.grid)} it gives {self.context_tokens} "
+                f"context and {self.target_tokens} target patches, and both must be at least 1."
+            )
 
     def sample(
         self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
     ) -> Masks:
         """Draw masks for a batch; the generator must be on the same device."""
-        scores = torch.rand(batch_size, math.prod(self.grid), device=device, generator=generator)
-        order = scores.argsort(dim=1)
+        order = self._scores(batch_size, device, generator).argsort(dim=1)
         context, target = order.split([self.context_tokens, self.target_tokens], dim=1)
         return Masks(context.sort(dim=1).values, target.sort(dim=1).values[:, None])
 
+    def _scores(
+        self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
+    ) -> Float[Tensor, "batch patches"]:
+        """Draw a number for each patch; the patches with the largest ones become targets."""
+        return torch.rand(batch_size, math.prod(self.grid), device=device, generator=generator)
+
     def __repr__(self) -> str:
-        return f"RandomMasks(grid={_grid_name(self.grid)}, {self.context_tokens} context, {self.target_tokens} target tokens)"
+        counts = f"{self.context_tokens} context, {self.target_tokens} target tokens"
+        return f"{type(self).__name__}(grid={_grid_name(self.grid)}, {counts})"
 
 
-class BlockwiseMasks:
+class BlockwiseMasks(RandomMasks):
     """Block-wise masking: one target block, a union of rectangles with a fixed number of patches; the rest is context.
 
     Rectangles are drawn until they cover that many patches; of the last one, a uniformly random subset is kept. If all of
     them cover too few, random patches fill up. `scale` is a fraction of the grid's area, `aspect` is height over width.
     """
 
-    has_fixed_counts = True
-
     def __init__(
         self, grid: Grid | int, mask_ratio: float = 0.6, scale: Range = (0.08, 0.4), aspect: Range = (0.3, 3.3)
     ) -> None:
-        self.grid = as_grid(grid)
-        self.target_tokens, self.context_tokens = _split_patches(self.grid, mask_ratio)
-        _check_range("masks.target_scale", scale, at_most=1.0)
-        _check_range("masks.target_aspect", aspect)
+        super().__init__(grid, mask_ratio)
+        MaskConfig("blockwise", target_scale=scale, target_aspect=aspect)
         self._shapes = BlockShapes.of(self.grid, scale, aspect)
 
-    def sample(
-        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
-    ) -> Masks:
-        """Draw masks for a batch; the generator must be on the same device."""
+    def _scores(
+        self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
+    ) -> Float[Tensor, "batch patches"]:
+        """Draw rectangles; the earlier a rectangle covers a patch, the larger its number."""
         shapes = self._shapes.to(torch.device(device)).draw((batch_size, BLOCKWISE_DRAWS), generator)
         blocks = _place_blocks(shapes, self.grid, generator)
         numbers = torch.arange(BLOCKWISE_DRAWS, device=blocks.device)[:, None]
         first = torch.where(blocks, numbers, BLOCKWISE_DRAWS).amin(1)
-        order = (first + torch.rand(first.shape, device=device, generator=generator)).argsort(dim=1)
-        target, context = order.split([self.target_tokens, self.context_tokens], dim=1)
-        return Masks(context.sort(dim=1).values, target.sort(dim=1).values[:, None])
-
-    def __repr__(self) -> str:
-        counts = f"{self.context_tokens} context, {self.target_tokens} target tokens"
-        return f"BlockwiseMasks(grid={_grid_name(self.grid)}, {counts})"
+        return -(first + torch.rand(first.shape, device=device, generator=generator))
 
 
 class MultiBlockMasks:
@@ -214,14 +218,10 @@ class MultiBlockMasks:
         compat: Literal["release"] | None = None,
         min_context: int = 10,
     ) -> None:
-        self.grid, self.n_blocks, self.compat, self.min_context = as_grid(grid), n_blocks, compat, min_context
-        if n_blocks < 1:
-            raise InputError(f"masks.n_blocks is {n_blocks}: give at least 1.")
         self._ranges = (target_scale, target_aspect, context_scale, context_aspect)
-        for name, values in zip(
-            ("target_scale", "target_aspect", "context_scale", "context_aspect"), self._ranges, strict=True
-        ):
-            _check_range(f"masks.{name}", values, at_most=1.0 if "scale" in name else math.inf)
+        # It checks the values.
+        MaskConfig("multiblock", n_blocks, *self._ranges, target_tokens, context_tokens)
+        self.grid, self.n_blocks, self.compat, self.min_context = as_grid(grid), n_blocks, compat, min_context
         self._target_shapes = BlockShapes.of(self.grid, target_scale, target_aspect)
         self._context_shapes = BlockShapes.of(self.grid, context_scale, context_aspect)
         self._tables: dict[torch.device, tuple[BlockShapes, BlockShapes]] = {}
@@ -230,7 +230,6 @@ class MultiBlockMasks:
 
     @property
     def has_fixed_counts(self) -> bool:
-        """Whether the masks of all batches have the same shape."""
         return self.compat is None
 
     def _fix_target_tokens(self, wanted: int | None) -> None:
@@ -245,8 +244,6 @@ class MultiBlockMasks:
         self._target_shapes = self._target_shapes.at_least(self.target_tokens)
 
     def _fix_context_tokens(self, wanted: int | None) -> None:
-        if wanted is not None and wanted < 1:
-            raise InputError(f"masks.context_tokens is {wanted}: give a number above 0.")
         generator = torch.Generator().manual_seed(0)
         targets, context = self._draw_blocks(4096, "cpu", generator)
         available = (context & ~targets.any(1)).sum(1)
@@ -384,7 +381,6 @@ class BlockShapes:
         return BlockShapes(shapes, (counts / counts.sum()).float())
 
     def areas(self) -> Int[Tensor, "n_shapes"]:
-        """Return the number of patches in each shape."""
         return self.shapes.prod(-1)
 
     def area_quantile(self, fraction: float) -> int:
@@ -399,26 +395,12 @@ class BlockShapes:
         return BlockShapes(self.shapes[large], self.probabilities[large] / self.probabilities[large].sum())
 
     def to(self, device: torch.device) -> "BlockShapes":
-        """Return the table on another device."""
         return BlockShapes(self.shapes.to(device), self.probabilities.to(device))
 
     def draw(self, count: tuple[int, int], generator: torch.Generator | None) -> Int[Tensor, "layouts blocks 2"]:
-        """Draw independent shapes."""
         chance = torch.rand(count, device=self.shapes.device, generator=generator)
         drawn = torch.searchsorted(self.probabilities.cumsum(0), chance, right=True)
         return self.shapes[drawn.clamp(max=len(self.shapes) - 1)]
-
-
-def _split_patches(grid: Grid, mask_ratio: float) -> tuple[int, int]:
-    """Return the numbers of masked and of other patches."""
-    patches = math.prod(grid)
-    masked = round(mask_ratio * patches)
-    if not 1 <= masked < patches:
-        raise InputError(
-            f"masks.mask_ratio is {mask_ratio}: on a grid of {_grid_name(grid)} it gives {patches - masked} context and "
-            f"{masked} target patches, and both must be at least 1."
-        )
-    return masked, patches - masked
 
 
 def _place_blocks(
@@ -441,12 +423,6 @@ def _block_masks(
         for steps in [torch.arange(grid[axis], device=corners.device)]
     ]
     return (inside[0][..., :, None] & inside[1][..., None, :]).flatten(-2)
-
-
-def _check_range(name: str, values: Range, at_most: float = math.inf) -> None:
-    interval = Interval(at_most)
-    if not interval.holds(values):
-        raise InputError(f"{name} is {values[0]:g} to {values[1]:g}: {interval.remedy}.")
 
 
 def _grid_name(grid: Grid) -> str:
