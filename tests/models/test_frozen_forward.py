@@ -43,10 +43,7 @@ def similarity(ours, theirs):
     ("dimensions", "size"),
     [
         (Dimensions(16, 1, 1), (32, 48)),
-        (SMALL, (32, 48)),
         (SMALL, (48, 64)),
-        (SMALL, (16, 16)),
-        (Dimensions(64, 6, 4), (32, 48)),
         (Dimensions(96, 3, 2, mlp_ratio=2.5), (64, 64)),
     ],
 )
@@ -63,17 +60,6 @@ def test_tokens_are_those_of_the_plain_forward_pass(dimensions, size):
     assert similarity(found, gather_patches(encoder(images), indices.roll(1, 1))) < 0.99
 
 
-def test_the_last_layer_for_some_patches_is_that_for_all():
-    encoder = make_encoder()
-    images, indices = images_and_indices((32, 48))
-    everywhere = torch.arange(24).expand(3, 24)
-    found, all_tokens = frozen_tokens(encoder, images, indices), frozen_tokens(encoder, images, everywhere)
-    torch.testing.assert_close(found, gather_patches(all_tokens, indices), atol=0.03, rtol=0.02)
-    assert similarity(found, gather_patches(all_tokens, indices)) > 0.9999
-    repeated = frozen_tokens(encoder, images, indices[:, [0, 0, 3]])
-    assert torch.equal(repeated[:, 0], repeated[:, 1])
-
-
 def test_it_is_the_same_under_autocast_and_learns_nothing():
     encoder = make_encoder().requires_grad_(True)
     images, indices = images_and_indices((32, 48))
@@ -85,16 +71,6 @@ def test_it_is_the_same_under_autocast_and_learns_nothing():
     assert all(parameter.dtype == torch.float32 for parameter in encoder.parameters())
 
 
-def test_gelu_within_a_product_is_gelu_to_the_precision_of_bf16():
-    generator = torch.Generator().manual_seed(0)
-    tokens, weight = torch.randn(64, 32, generator=generator), torch.randn(32, 48, generator=generator)
-    bias = torch.randn(48, generator=generator)
-    halves = bias.bfloat16(), tokens.bfloat16(), weight.bfloat16()
-    found = torch._addmm_activation(*halves, use_gelu=True)
-    expected = F.gelu(torch.addmm(*(part.float() for part in halves)))
-    torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.01)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,8 +80,6 @@ def test_gelu_within_a_product_is_gelu_to_the_precision_of_bf16():
         {"class_token": False, "qk_norm": True},
         {"class_token": False, "pre_norm": True},
         {"class_token": False, "qkv_bias": False},
-        {"class_token": False, "proj_bias": False},
-        {"class_token": False, "act_layer": nn.SiLU},
         {"class_token": False, "act_layer": lambda: nn.GELU(approximate="tanh")},
         {"class_token": False, "scale_attn_norm": True},
         {"class_token": False, "scale_mlp_norm": True},
@@ -119,16 +93,8 @@ def test_encoders_with_anything_else_are_refused(options):
         vit = VisionTransformer(**shape, num_classes=0, global_pool="", **options)
     except TypeError:
         pytest.skip(f"this timm has no {options}")
+    assert has_frozen_forward(make_encoder())
     assert not has_frozen_forward(Encoder(vit))
-
-
-def test_plain_encoders_are_supported_and_other_norms_around_the_layers_are_not():
-    encoder = make_encoder()
-    assert has_frozen_forward(encoder)
-    for name in ("norm_pre", "norm"):
-        other = make_encoder()
-        setattr(other.vit, name, nn.Sequential())
-        assert not has_frozen_forward(other)
 
 
 def make_objective(**options):
@@ -138,7 +104,7 @@ def make_objective(**options):
     return IJEPA(encoder, predictor, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"target_layers": 2}, {"target_resolution": "max"}])
+@pytest.mark.parametrize("options", [{}, {"target_resolution": "max"}])
 def test_targets_of_the_last_layer_are_close_and_others_as_before(options):
     objective = make_objective(**options)
     images, _ = images_and_indices((32, 48))

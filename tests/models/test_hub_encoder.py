@@ -56,7 +56,7 @@ def test_untrained_weights_are_others(tmp_path):
     assert not torch.equal(encoder(torch.ones(1, 3, 32, 32)), other(torch.ones(1, 3, 32, 32)))
 
 
-def test_mistakes_are_told(tmp_path, monkeypatch):
+def test_mistakes_are_named(tmp_path, monkeypatch):
     _, encoder = save(tmp_path, transformers.ViTModel, transformers.ViTConfig)
     with pytest.raises(InputError, match="30x32 pixels cannot be cut"):
         encoder(torch.zeros(1, 3, 30, 32))

@@ -29,7 +29,7 @@ def random_qkv(*shape, device="cpu", scale=1.0):
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
 
 
-@pytest.mark.parametrize(("n", "heads", "width"), [(1, 1, 16), (13, 2, 16), (49, 3, 32), (LONGEST + 5, 2, 8)])
+@pytest.mark.parametrize(("n", "heads", "width"), [(1, 1, 16), (49, 3, 32)])
 def test_elsewhere_than_on_a_gpu_it_is_torchs_attention(n, heads, width):
     qkv = random_qkv(2, n, 3 * heads * width).requires_grad_()
     expected = reference(qkv, heads)
