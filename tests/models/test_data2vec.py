@@ -1,7 +1,5 @@
 """data2vec: what the student sees, what the teacher gives, and where the noise goes."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,18 +112,6 @@ def test_gradients_reach_A_through_the_noise(batch):
         # Images of zeros leave A no gradient but the noise's.
         model(torch.zeros_like(batch[0]), masks).backward()
         assert bool(model.encoder.vit.patch_embed.proj.weight.grad.abs().max() > 0) == reaches
-
-
-def test_A_scaled_down_silences_the_visible_patches_as_much_as_the_noise(batch):
-    model, (images, masks) = make(sigma=0.5), batch
-    model.encoder.vit.patch_embed.proj.bias.data.zero_()
-    sizes = []
-    for _ in range(2):
-        quiet, noisy = (student_input(m, images, masks) for m in (copy.deepcopy(model).eval(), model))
-        visible = quiet[:, :10] - model.positions.table()[masks.context]
-        sizes.append(torch.stack([visible.norm(), (noisy - quiet).norm()]))
-        model.encoder.vit.patch_embed.proj.weight.data.mul_(0.1)
-    torch.testing.assert_close(sizes[1], 0.1 * sizes[0], rtol=1e-3, atol=1e-4)
 
 
 def test_the_patch_projection_is_the_convolution_and_owns_nothing():

@@ -59,11 +59,6 @@ def test_beta_is_where_the_loss_becomes_linear(batch):
         torch.testing.assert_close(loss, F.smooth_l1_loss(predicted, target, beta=beta), atol=1e-6, rtol=1e-6)
 
 
-def test_more_target_layers_than_there_are_are_refused():
-    with pytest.raises(InputError, match=r"objective\.target_layers is 3"):
-        make(target_layers=3)
-
-
 def test_the_context_never_sees_a_target_patch(batch):
     model, (images, masks) = make(sigma=0.0), batch
     changed = images.clone()

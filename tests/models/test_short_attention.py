@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from timm.layers import Attention
 
 import stop_mim
-from stop_mim.models.kernels import short_attention
 from stop_mim.models.kernels.short_attention import LONGEST, ShortAttention, attend, is_plain_attention
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -136,20 +135,3 @@ def test_what_the_kernel_is_not_made_for_is_computed_by_torch():
     ):
         expected = reference(qkv.float(), 2)
         torch.testing.assert_close(attend(qkv, 2).float(), expected, atol=0.02, rtol=0.02)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("tile", [16, 128])
-@pytest.mark.filterwarnings("ignore::UserWarning:triton")
-def test_the_kernels_compile_for_hopper_without_a_gpu(tile):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    constants = {"HEADS": 2, "WIDTH": 32, "TILE": tile}
-    for kernel in (short_attention._forward_kernel, short_attention._backward_kernel):
-        kinds = dict.fromkeys(kernel.arg_names, "fp32")
-        kinds |= {"n": "i32"} | {name: "*bf16" for name in kinds if name.startswith(("qkv", "output", "d_"))}
-        signature = {**kinds, **dict.fromkeys(constants, "constexpr")}
-        by_place = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        compiled = compile(ASTSource(kernel, signature, by_place), target=GPUTarget("cuda", 90, 32))
-        assert b"ELF" in compiled.asm["cubin"]
