@@ -138,14 +138,12 @@ def timm_folder(tmp_path, change_tensors=None, change_config=None):
     ("change_tensors", "change_config", "words"),
     [
         (lambda t: t.pop("norm.bias"), None, r"1 missing \(norm.bias\)"),
-        (lambda t: t.update(extra=torch.zeros(1)), None, r"1 unknown \(extra\)"),
         (
             None,
             lambda c: c["model_args"].update(patch_size=16),
             "of another shape .*patch_embed.proj.weight is 48x3x8x8",
         ),
         (None, lambda c: c.update(architecture="vit_nonsense"), "config.json .*vit_nonsense"),
-        (None, lambda c: c["model_args"].update(num_heads="three"), "config.json"),
     ],
 )
 def test_a_folder_of_timm_that_is_wrong(tmp_path, change_tensors, change_config, words):
@@ -157,7 +155,6 @@ def test_a_folder_of_timm_that_is_wrong(tmp_path, change_tensors, change_config,
     ("name", "value", "words"),
     [
         ("num_hidden_layers", 3, "num_hidden_layers is 3 there, 2 in"),
-        ("patch_size", 16, "patch_size is 16 there, 8 in"),
         ("image_size", 64, "16 positions.*64x64 pixels have 8x8"),
         ("num_attention_heads", 5, "width 48, .* 5 heads"),
         ("layer_norm_eps", None, "has no layer_norm_eps"),
@@ -189,7 +186,7 @@ def test_weights_that_a_model_of_hugging_face_lacks(tmp_path, transformers):
         stop_mim.load_encoder(folder)
 
 
-def test_what_is_no_encoder_is_told(tmp_path):
+def test_what_is_no_encoder_is_named(tmp_path):
     for name, content in {"text.pth": b"hello", "empty.pth.tar": b"", "broken.safetensors": b"not tensors"}.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=name):
@@ -204,7 +201,7 @@ def test_what_is_no_encoder_is_told(tmp_path):
         stop_mim.load_encoder(tmp_path / "folder")
 
 
-def test_our_file_with_another_architecture_in_its_words(tmp_path):
+def test_a_file_of_ours_with_another_architecture_in_its_metadata(tmp_path):
     path = tmp_path / "mine.safetensors"
     save_encoder(small(), path)
     tensors = load_file(path)
@@ -284,13 +281,6 @@ def test_timm_and_back(exported, encoder, images):
     assert_same(stop_mim.load_encoder(folder), encoder)
 
 
-def test_weights_alone_of_a_known_width_and_back(tmp_path):
-    torch.manual_seed(0)
-    encoder = create_encoder(Dimensions(192, 1, 3), image_size=32, patch_size=8)
-    save_file(encoder.vit.state_dict(), tmp_path / "bare.safetensors")
-    assert_same(stop_mim.load_encoder(tmp_path / "bare.safetensors"), encoder)
-
-
 def test_hugging_face_and_back(exported, encoder, images, transformers):
     folder = exported("hf")
     model, report = transformers.IJepaModel.from_pretrained(folder, output_loading_info=True)
@@ -337,14 +327,6 @@ def test_a_model_of_hugging_face_that_timm_cannot_express(tmp_path, transformers
         with pytest.raises(InputError, match=words):
             export_encoder(f"hf:{tmp_path / 'mae'}", form, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mae"]
-
-
-def test_a_class_token_goes_to_timm_and_back(tmp_path, images):
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=0)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    export_encoder(str(tmp_path / "model.safetensors"), "timm", tmp_path / "out")
-    again = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    torch.testing.assert_close(again.forward_features(images), model.eval().forward_features(images))
 
 
 def test_what_is_more_than_plain_is_refused(tmp_path):

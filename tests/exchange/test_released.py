@@ -153,14 +153,11 @@ def put(name, *shape):
             change("target_encoder", put("blocks.1.mlp.fc1.bias", 700)),
             r"1 of another shape \(blocks.1.mlp.fc1.bias is 700 instead of 768\)",
         ),
-        (change("target_encoder", put("blocks.7.norm1.weight", 192)), r"missing \(blocks.2.norm1.weight, .*, …\)"),
         (change("target_encoder", put("patch_embed.proj.weight", 192, 1, 16, 16)), "1 channels"),
         (change("target_encoder", put("pos_embed", 1, 15, 192)), "15 positions"),
-        (change("target_encoder", drop("pos_embed")), "holds no Vision Transformer"),
         (release(width=200), "width 200"),
         ({"encoder": release()["encoder"]}, "no weights under 'target_encoder'.*#encoder"),
         ({"target_encoder": {"conv1.weight": torch.zeros(64, 3, 7, 7)}}, "holds no Vision Transformer.*conv1.weight"),
-        ({"layer1.0.conv1.weight": torch.zeros(4, 4, 3, 3)}, "holds no Vision Transformer"),
         ([1, 2], "holds no weights by name"),
     ],
 )
@@ -174,15 +171,8 @@ def test_what_does_not_fit_is_listed(tmp_path, contents, words):
     ("part", "change_state", "words"),
     [
         ("predictor", drop("mask_token"), r"1 missing \(mask_token\)"),
-        ("predictor", put("extra", 3), r"1 unknown \(extra\)"),
         ("predictor", put("predictor_pos_embed", 1, 9, 48), r"predictor_pos_embed is 1x9x48 instead of 1x16x48"),
-        ("predictor", put("predictor_proj.bias", 7), r"predictor_proj.bias is 7 instead of 192"),
         ("predictor", drop("predictor_embed.weight"), "no predictor_embed.weight"),
-        (
-            "encoder",
-            put("patch_embed.proj.weight", 192, 3, 14, 14),
-            "an encoder and a target encoder of different shapes",
-        ),
         ("encoder", put("pos_embed", 1, 25, 192), "an encoder and a target encoder of different shapes"),
     ],
 )
@@ -216,7 +206,7 @@ def test_code_in_a_file_does_not_run(tmp_path, kind):
     assert marker.exists()
 
 
-@pytest.mark.parametrize(("part", "new"), [(0.0, True), (0.3, False), (0.9, True), (0.999, False)])
+@pytest.mark.parametrize(("part", "new"), [(0.0, True), (0.9, True), (0.999, False)])
 def test_a_truncated_file_is_refused(tmp_path, part, new):
     path = tmp_path / "cut.pth.tar"
     torch.save(release(depth=1, predictor_depth=1), path, _use_new_zipfile_serialization=new)
