@@ -18,6 +18,7 @@ from stop_mim.models.encoder import (
     FILE_FORMAT,
     NORM_EPS,
     SIZES,
+    TOKENS_ONLY,
     Encoder,
     count_layers,
     encoder_of,
@@ -117,10 +118,7 @@ def _architecture(
         "num_heads": heads,
         "mlp_ratio": mlp_ratio(tensors[HIDDEN].shape[0], width),
         "class_token": class_token,
-        "global_pool": "avg",
-        "fc_norm": False,
-        "num_classes": 0,
-        "dynamic_img_size": True,
+        **TOKENS_ONLY,
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
     }
     return architecture if in_positions == class_token else {**architecture, "no_embed_class": True}

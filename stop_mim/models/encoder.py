@@ -27,12 +27,14 @@ from stop_mim.files import write_atomically
 from stop_mim.models.config import EncoderSize
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.models.kernels.short_attention import ShortAttention
-from stop_mim.models.layers import initialise_transformer, run_layer
+from stop_mim.models.layers import initialise_transformer, patch_grid, require_layers, run_layer
 from stop_mim.positions import Grid, SinCosPositions
 
 ENCODER_FILE = "encoder.safetensors"
 FILE_FORMAT = "stop-mim encoder"
 NORM_EPS = 1e-6
+# timm's arguments for a model without a classifier, for images of any size.
+TOKENS_ONLY: dict[str, Any] = {"global_pool": "avg", "fc_norm": False, "num_classes": 0, "dynamic_img_size": True}
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,7 @@ class Encoder(nn.Module):
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
     ) -> Float[Tensor, "batch layers_times_dim"]:
         """Return average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
-        if not 1 <= layers <= self.depth:
-            raise InputError(f"layers is {layers}: this encoder has {self.depth} layers, choose 1 to {self.depth}.")
+        require_layers(layers, self.depth)
         tokens, pooled = self.embed_patches(images), []
         for number, block in enumerate(self.vit.blocks, start=1):
             tokens = block(tokens)
@@ -136,13 +137,7 @@ class Encoder(nn.Module):
 
     def grid_of(self, images: Float[Tensor, "batch 3 height width"]) -> Grid:
         """Return rows and columns of patches of images of this size."""
-        height, width = images.shape[-2:]
-        if height % self.patch_size[0] or width % self.patch_size[1]:
-            raise InputError(
-                f"Images of {height}x{width} pixels cannot be cut into patches of {self.patch_size[0]}x"
-                f"{self.patch_size[1]}: resize them to multiples of the patch size."
-            )
-        return height // self.patch_size[0], width // self.patch_size[1]
+        return patch_grid(images, self.patch_size)
 
     def architecture(self) -> dict[str, Any]:
         """Return the arguments of timm's VisionTransformer for this architecture; `norm_eps` is stored separately."""
@@ -155,10 +150,7 @@ class Encoder(nn.Module):
             "num_heads": self.heads,
             "mlp_ratio": mlp_ratio(vit.blocks[0].mlp.fc1.out_features, self.dim),
             "class_token": vit.has_class_token,
-            "global_pool": "avg",
-            "fc_norm": False,
-            "num_classes": 0,
-            "dynamic_img_size": True,
+            **TOKENS_ONLY,
         }
         qkv_bias = vit.blocks[0].attn.qkv.bias is not None
         unusual = {"qkv_bias": (qkv_bias, True), "no_embed_class": (vit.no_embed_class, False)}
@@ -194,10 +186,7 @@ def create_encoder(
         num_heads=dimensions.heads,
         mlp_ratio=dimensions.mlp_ratio,
         class_token=False,
-        global_pool="avg",
-        fc_norm=False,
-        num_classes=0,
-        dynamic_img_size=True,
+        **TOKENS_ONLY,
     )
     initialise_transformer([vit], vit.blocks)
     grid = (height // patch_size, width // patch_size)

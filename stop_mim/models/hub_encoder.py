@@ -1,5 +1,6 @@
 """Vision Transformers of the Hugging Face hub with the interface of our encoder, for evaluation."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
+from stop_mim.models.layers import patch_grid, require_layers
 from stop_mim.positions import Grid
 
 KNOWN = "ViT, DeiT, DINOv2, I-JEPA and MAE"
@@ -36,24 +38,18 @@ class HubEncoder(nn.Module):
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
     ) -> Float[Tensor, "batch layers_times_dim"]:
         """Return average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
-        if not 1 <= layers <= self.depth:
-            raise InputError(f"layers is {layers}: this encoder has {self.depth} layers, choose 1 to {self.depth}.")
+        require_layers(layers, self.depth)
         return torch.cat([self._patches(tokens, images).mean(1) for tokens in self._run(images)[-layers:]], dim=1)
 
     def _run(self, images: Tensor) -> tuple[Tensor, ...]:
-        height, width = images.shape[-2:]
-        if height % self.patch_size[0] or width % self.patch_size[1]:
-            raise InputError(
-                f"Images of {height}x{width} pixels cannot be cut into patches of {self.patch_size[0]}x"
-                f"{self.patch_size[1]}: resize them to multiples of the patch size."
-            )
+        patch_grid(images, self.patch_size)
         # DINOv2 always interpolates its positions and has no such argument.
-        other_size = (height, width) != self.image_size and self.model.config.model_type != "dinov2"
+        other_size = images.shape[-2:] != self.image_size and self.model.config.model_type != "dinov2"
         options = {"interpolate_pos_encoding": True} if other_size else {}
         return self.model(images, output_hidden_states=True, **options).hidden_states
 
     def _patches(self, tokens: Tensor, images: Tensor) -> Float[Tensor, "batch n_patches dim"]:
-        n_patches = images.shape[-2] // self.patch_size[0] * (images.shape[-1] // self.patch_size[1])
+        n_patches = math.prod(patch_grid(images, self.patch_size))
         return self.model.layernorm(tokens)[:, tokens.shape[1] - n_patches :]
 
 

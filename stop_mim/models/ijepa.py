@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
@@ -52,8 +51,6 @@ class IJEPA(TargetObjective):
         l1_strength: float = 0.0,
     ) -> None:
         super().__init__(encoder, target_layers, beta)
-        if l1_strength < 0:
-            raise InputError(f"objective.l1_strength is {l1_strength}: give 0 or a positive number.")
         self.predictor, self.target_resolution, self.l1_strength = predictor, target_resolution, l1_strength
         # How tokens of some patches are computed by the target encoder: `use_fast_kernels` sets a faster function.
         self.tokens_at: Callable[[Encoder, Images, Int[Tensor, "batch n"]], Float[Tensor, "batch n dim"]] = tokens_at
