@@ -51,16 +51,6 @@ class Exported(NamedTuple):
 EXPORTERS: Registry[Callable[[Encoder, Path, Place], Exported]] = Registry("export format")
 """Functions that write an encoder's files into a folder; the first line of the docstring is the help text."""
 
-# timm builds the architecture from one of its registered names and the arguments that differ.
-TIMM_NAMES = {
-    192: "vit_tiny_patch16_224",
-    384: "vit_small_patch16_224",
-    768: "vit_base_patch16_224",
-    1024: "vit_large_patch16_224",
-    1280: "vit_huge_patch14_224",
-    1408: "vit_giant_patch14_224",
-}
-
 
 @EXPORTERS.register("timm")
 def write_timm(encoder: Encoder, folder: Path, place: Place) -> Exported:
@@ -73,7 +63,8 @@ def write_timm(encoder: Encoder, folder: Path, place: Place) -> Exported:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in encoder.vit.state_dict().items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata)
     config = {
-        "architecture": TIMM_NAMES.get(encoder.dim, TIMM_NAMES[384]),
+        # One of timm's registered names; the arguments below replace all of its values.
+        "architecture": "vit_base_patch16_224",
         "num_classes": 0,
         "num_features": encoder.dim,
         "global_pool": "avg",
