@@ -239,7 +239,7 @@ def misfit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str
 def require_depth(depth: Any, tensors: Mapping[str, Tensor], origin: str) -> None:
     """Raise InputError unless the weights have that many layers; a depth of millions would fill the memory."""
     if depth != (layers := count_layers(tensors)):
-        raise InputError(f"{origin} is said to have {depth} layers and has weights of {layers}: save it again.")
+        raise InputError(f"{origin} names a depth of {depth} and has the weights of {layers} layers: save it again.")
 
 
 def count_layers(tensors: Mapping[str, Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""A small encoder with weights of its own, and a run of two steps."""
+"""A small encoder with random weights, and a run of two steps."""
 
 import io
 import shutil

@@ -8,7 +8,7 @@ from timm.models.vision_transformer import Block
 
 from stop_mim.errors import InputError
 from stop_mim.models.predictor import LastBlock, Noise, Predictor, context_projection
-from stop_mim.positions import JitteredPositions, NoiseScale, SinCosPositions, StochasticPositions, sincos_positions
+from stop_mim.positions import NoiseScale, SinCosPositions, StochasticPositions
 
 
 def make(sigma=0.25, convention="paper", apply_to="masked", depth=2, noise_scale=None):
@@ -68,17 +68,6 @@ def test_conditioned_noise_has_the_scale_of_its_image_in_every_block(inputs):
     expected_context = context @ A.T + predictor.projection.bias + psi[context_indices]
     torch.testing.assert_close(seen_context, expected_context.repeat_interleave(2, 0))
     assert scales.max() > 1.2 * scales.min()
-
-
-def test_jittered_tokens_are_those_of_other_places(inputs):
-    torch.manual_seed(0)
-    predictor = Predictor(context_projection(20, 16), JitteredPositions((4, 6), 16, scale=0.3), depth=1, heads=2)
-    shifts = 0.3 * torch.randn(6, 4, 2, generator=torch.Generator().manual_seed(7))
-    rows, columns = (inputs[2] // 6).flatten(0, 1) + shifts[..., 0], (inputs[2] % 6).flatten(0, 1) + shifts[..., 1]
-    seen_context, seen_masked = tokens_of(predictor, inputs)
-    torch.testing.assert_close(seen_masked, sincos_positions(rows, columns, 16) + predictor.mask_token)
-    expected_context = predictor.projection(inputs[0]) + predictor.positions.table()[inputs[1]]
-    torch.testing.assert_close(seen_context, expected_context.repeat_interleave(2, 0))
 
 
 def test_one_process_of_many_never_waits_for_the_noise_to_learn(inputs, tmp_path):

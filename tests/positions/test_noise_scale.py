@@ -20,7 +20,7 @@ def contexts(images=4, seed=0, offset=0.0):
     return offset + torch.randn(images, 5, ENCODER_DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def stir(noise_scale, size=1.0, seed=0):
+def randomise(noise_scale, size=1.0, seed=0):
     """Give the head random weights of this size."""
     generator = torch.Generator().manual_seed(seed)
     noise_scale.weight.data.copy_(size * torch.randn(noise_scale.weight.shape, generator=generator))
@@ -40,7 +40,7 @@ def test_it_starts_as_plain_stop_bit_for_bit(projection, noisy, images):
 
 
 def test_the_scale_is_that_of_the_formula():
-    noise_scale = stir(NoiseScale(ENCODER_DIM, most=3.0))
+    noise_scale = randomise(NoiseScale(ENCODER_DIM, most=3.0))
     context = contexts(6)
     heads = torch.stack([tokens.mean(0) @ noise_scale.weight[0] for tokens in context]).detach()
     free = 3.0 ** (heads - heads.mean()).tanh()
@@ -49,7 +49,7 @@ def test_the_scale_is_that_of_the_formula():
 
 
 def test_what_all_images_have_in_common_does_not_matter():
-    noise_scale = stir(NoiseScale(ENCODER_DIM))
+    noise_scale = randomise(NoiseScale(ENCODER_DIM))
     scales = noise_scale(contexts(6, offset=100.0))
     torch.testing.assert_close(scales, noise_scale(contexts(6)), atol=1e-3, rtol=0)
     (gradient,) = torch.autograd.grad(scales[0], noise_scale.weight)
@@ -58,7 +58,7 @@ def test_what_all_images_have_in_common_does_not_matter():
 
 def test_samples_have_the_covariance_of_their_image(projection, noisy):
     positions = make(projection)
-    stir(positions.noise_scale, size=2.0)
+    randomise(positions.noise_scale, size=2.0)
     context, draws = contexts(3), 100_000
     samples = noisy(positions, torch.full((3, draws), 7), context=context).detach()
     scales, A = positions.noise_scale(context).detach(), projection.weight.detach()
@@ -78,7 +78,7 @@ def test_samples_have_the_covariance_of_their_image(projection, noisy):
 @pytest.mark.parametrize("images", [1, 2, 9])
 def test_no_parameters_silence_a_batch_or_an_image(size, offset, images):
     for seed in range(5):
-        scales = stir(NoiseScale(ENCODER_DIM), size, seed)(contexts(images, seed, offset))
+        scales = randomise(NoiseScale(ENCODER_DIM), size, seed)(contexts(images, seed, offset))
         assert scales.square().mean().item() == pytest.approx(1, abs=1e-5)
         # What a mean can lose to its root mean square between 1/2 and 2: at worst 2 √(1/2 · 2) / (1/2 + 2).
         assert scales.mean() >= 0.8 - 1e-5
@@ -122,7 +122,7 @@ def test_all_that_learns_has_a_gradient_also_without_noise(projection, covarianc
 
 def test_bf16_contexts_and_autocast_keep_the_tie(projection, indices):
     positions = make(projection)
-    stir(positions.noise_scale, size=2.0)
+    randomise(positions.noise_scale, size=2.0)
     with torch.autocast("cpu", torch.bfloat16):
         scales = positions.noise_scale(contexts(5).bfloat16())
         assert positions(indices, context=contexts(2).bfloat16()).isfinite().all()
@@ -132,7 +132,7 @@ def test_bf16_contexts_and_autocast_keep_the_tie(projection, indices):
 
 def test_sample_without_a_context_is_an_average_image(projection, indices):
     positions = make(projection).eval()
-    stir(positions.noise_scale)
+    randomise(positions.noise_scale)
     plain = StochasticPositions(SinCosPositions(GRID, DIM), projection)
     assert torch.equal(positions.sample(indices, generator=seeded()), plain.sample(indices, generator=seeded()))
 
