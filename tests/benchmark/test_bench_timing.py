@@ -55,7 +55,7 @@ def test_the_cpu_has_a_ceiling_and_no_kernels():
     assert busy_seconds(lambda: None, CPU, 1) is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_events_and_profiler_see_the_work_of_a_gpu():
     device = torch.device("cuda", 0)
     matrix = torch.randn(4096, 4096, device=device)

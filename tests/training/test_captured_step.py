@@ -23,7 +23,6 @@ from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.step import read_outcomes
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GPU = torch.device("cuda")
 
 
@@ -82,7 +81,7 @@ def both_ways(numbers, precision="auto", prepare=lambda step: None, **options):
     return ends
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
 @pytest.mark.parametrize(
     "options",
@@ -109,7 +108,7 @@ def test_captured_steps_are_plain_steps(precision, options):
     assert {tensor.item() for name, tensor in end.items() if ".step." in name} == {10.0}
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_captured_step_that_is_not_finite_changes_no_bit():
     step = gpu_step()
     accelerated = on_gpu(step)
@@ -125,7 +124,7 @@ def test_a_captured_step_that_is_not_finite_changes_no_bit():
     assert len(changed) > 50
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_schedules_move_under_a_capture():
     step = gpu_step(positions=PositionsConfig(sigma=0.0))
     accelerated = on_gpu(step)
@@ -157,7 +156,7 @@ def test_schedules_move_under_a_capture():
         torch.testing.assert_close(theirs, ours)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_noise_follows_seed_and_sigma_under_a_capture():
     step = gpu_step()
     accelerated = on_gpu(step)
@@ -179,7 +178,7 @@ def test_noise_follows_seed_and_sigma_under_a_capture():
     assert spread[0.0] == 0 < spread[0.01] < spread[25.0]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mae", "data2vec"])
 def test_other_objectives_can_be_captured(tmp_path, kind):
     objective = ObjectiveConfig(kind, target_layers=2 if kind == "data2vec" else 1)
@@ -194,7 +193,7 @@ def test_other_objectives_can_be_captured(tmp_path, kind):
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
@@ -212,7 +211,7 @@ def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
     assert losses["plain"] == pytest.approx(losses["whole"], rel=1e-3)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_batches_of_changing_shapes_are_trained_on_plainly():
     def batches(number):
         sampler = MultiBlockMasks(4, context_tokens=3 if number < 5 else 2)
@@ -225,7 +224,7 @@ def test_batches_of_changing_shapes_are_trained_on_plainly():
     assert "the shapes of its batches change" in warned[0]
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_step_that_cannot_be_captured_is_taken_plainly():
     step, warned = gpu_step(), []
 
@@ -240,7 +239,7 @@ def test_a_step_that_cannot_be_captured_is_taken_plainly():
     assert "could not be captured as a CUDA graph (this model waits for the device)" in warned[0]
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_batches_made_beside_the_step_are_the_same():
     def make():
         generator = torch.Generator(GPU).manual_seed(0)

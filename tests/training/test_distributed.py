@@ -258,7 +258,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
         choose_device("cuda")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_with_a_gpu_auto_is_the_one_of_the_process():
     assert choose_device("auto") == torch.device("cuda", 0)
     assert choose_device("cuda:0") == torch.device("cuda", 0)

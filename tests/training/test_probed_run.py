@@ -92,7 +92,7 @@ def test_scores_are_seen_by_all_who_look(tmp_path, colours):
         assert values == pytest.approx([line[name] for line in lines], rel=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("budget", [2**40, 0], ids=["on the device", "in the host's memory"])
 def test_a_probe_on_a_gpu_goes_on_where_it_stopped(tmp_path, colours, monkeypatch, budget):
     monkeypatch.setattr(batches, "resident_budget", lambda device, processes: budget)

@@ -248,7 +248,7 @@ def test_a_run_cannot_stop_before_where_it_is(tmp_path):
     assert go_on(tmp_path / "run", stop_after_steps=4).step == 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_a_run_on_a_gpu_goes_on_where_it_stopped(tmp_path, equal_images, loader):
     speed = SpeedConfig("cuda", "auto", 4, loader, 2)
