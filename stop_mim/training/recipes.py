@@ -148,19 +148,28 @@ def stop_vith14() -> TrainConfig:
 
 @recipe
 def ijepa_vitb16() -> TrainConfig:
-    """I-JEPA counterpart of stop-vitb16: fixed sine-cosine positions and a learned mask token."""
+    """I-JEPA counterpart of stop-vitb16: fixed sine-cosine positions and a learned mask token.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vitb16 --data imagenet --speed.batch-size-per-device 256
+    """
     return replace(stop_vitb16(), positions=SINCOS)
 
 
 @recipe
 def ijepa_vitl16() -> TrainConfig:
-    """I-JEPA counterpart of stop-vitl16: fixed sine-cosine positions and a learned mask token."""
+    """I-JEPA counterpart of stop-vitl16: fixed sine-cosine positions and a learned mask token.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vitl16 --data imagenet --speed.batch-size-per-device 128
+    """
     return replace(stop_vitl16(), positions=SINCOS)
 
 
 @recipe
 def ijepa_vith14() -> TrainConfig:
-    """I-JEPA counterpart of stop-vith14: fixed sine-cosine positions and a learned mask token."""
+    """I-JEPA counterpart of stop-vith14: fixed sine-cosine positions and a learned mask token.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vith14 --data imagenet --speed.batch-size-per-device 64
+    """
     return replace(stop_vith14(), positions=SINCOS)
 
 
@@ -175,25 +184,37 @@ def _as_released(config: TrainConfig, sigma: float = 0.25) -> TrainConfig:
 
 @recipe
 def stop_vitb16_release() -> TrainConfig:
-    """ViT-B/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey."""
+    """ViT-B/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitb16-release --data imagenet --speed.batch-size-per-device 256
+    """
     return _as_released(stop_vitb16())
 
 
 @recipe
 def stop_vitl16_release() -> TrainConfig:
-    """ViT-L/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey."""
+    """ViT-L/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitl16-release --data imagenet --speed.batch-size-per-device 128
+    """
     return _as_released(stop_vitl16())
 
 
 @recipe
 def stop_vith16_release() -> TrainConfig:
-    """ViT-H/16 as in the released StoP code: sigma 0.2 as a std, bias instead of m̃, its mask sampler, flip, blur, grey."""
+    """ViT-H/16 as in the released StoP code: sigma 0.2 as a std, bias instead of m̃, its mask sampler, flip, blur, grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vith16-release --data imagenet --speed.batch-size-per-device 64
+    """
     return _as_released(replace(stop_vith14(), encoder=EncoderConfig(size="huge")), sigma=0.2)
 
 
 @recipe
 def ijepa_vitb16_release() -> TrainConfig:
-    """The fixed-position baseline of the released StoP code, ViT-B/16: masked tokens are ψ alone."""
+    """The fixed-position baseline of the released StoP code, ViT-B/16: masked tokens are ψ alone.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vitb16-release --data imagenet --speed.batch-size-per-device 256
+    """
     config = stop_vitb16_release()
     return replace(config, positions=replace(config.positions, kind="sincos"))
 
@@ -258,19 +279,28 @@ def mae_vith14() -> TrainConfig:
 
 @recipe
 def stop_mae_vitb16() -> TrainConfig:
-    """StoP counterpart of mae-vitb16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
+    """StoP counterpart of mae-vitb16: stochastic positions of the decoder's masked tokens (the paper reports no success).
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-mae-vitb16 --data imagenet --speed.batch-size-per-device 512
+    """
     return replace(mae_vitb16(), positions=STOP)
 
 
 @recipe
 def stop_mae_vitl16() -> TrainConfig:
-    """StoP counterpart of mae-vitl16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
+    """StoP counterpart of mae-vitl16: stochastic positions of the decoder's masked tokens (the paper reports no success).
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-mae-vitl16 --data imagenet --speed.batch-size-per-device 256
+    """
     return replace(mae_vitl16(), positions=STOP)
 
 
 @recipe
 def stop_mae_vith14() -> TrainConfig:
-    """StoP counterpart of mae-vith14: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
+    """StoP counterpart of mae-vith14: stochastic positions of the decoder's masked tokens (the paper reports no success).
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-mae-vith14 --data imagenet --speed.batch-size-per-device 128
+    """
     return replace(mae_vith14(), positions=STOP)
 
 
@@ -304,8 +334,8 @@ def data2vec_vitb16() -> TrainConfig:
     """data2vec, ViT-B/16 on ImageNet-1k: 800 epochs, targets from the top 6 layers, 120 of 196 patches masked in blocks.
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain data2vec-vitb16 --data imagenet --speed.batch-size-per-device 128
-    Unlike the published model, the encoder has no relative positions, layer scale or class token. This recipe has not
-    been run in full.
+    Unlike the published model, the encoder has no relative positions, layer scale or class token, and drops no paths (the
+    published rate is 0.25). This recipe has not been run in full.
     """
     return TrainConfig(
         data="",
@@ -332,7 +362,10 @@ def data2vec_vitb16() -> TrainConfig:
 
 @recipe
 def stop_data2vec_vitb16() -> TrainConfig:
-    """StoP counterpart of data2vec-vitb16: stochastic positions of masked patches, with the patch embedding as A."""
+    """StoP counterpart of data2vec-vitb16: stochastic positions of masked patches, with the patch embedding as A.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-data2vec-vitb16 --data imagenet --speed.batch-size-per-device 128
+    """
     return replace(data2vec_vitb16(), positions=STOP)
 
 

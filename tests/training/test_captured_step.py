@@ -12,9 +12,8 @@ from stepping import (
     take,
     values_of,
 )
-from tiny_run import CPU, tiny_config, write_images
+from tiny_run import tiny_config, write_images
 
-from stop_mim.data.lookahead import prefetched
 from stop_mim.masking import Masks, MultiBlockMasks
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.checkpoint import collect_tensors
@@ -28,25 +27,6 @@ GPU = torch.device("cuda")
 
 def silent(text):
     raise AssertionError(text)
-
-
-def test_on_the_cpu_batches_pass_as_they_are():
-    batches = [make_batches(number) for number in range(3)]
-    passed = list(prefetched(iter(batches), CPU))
-    assert all(one is other for one, other in zip(passed, batches, strict=True))
-
-
-def test_on_the_cpu_no_batch_is_made_before_it_is_wanted():
-    made = []
-
-    def make():
-        for number in range(3):
-            made.append(number)
-            yield make_batches(number)
-
-    inputs = prefetched(make(), CPU)
-    next(inputs)
-    assert made == [0]
 
 
 def on_gpu(step, speed=None):
@@ -237,27 +217,3 @@ def test_a_step_that_cannot_be_captured_is_taken_plainly():
     assert all(outcome.updated for outcome in take(accelerated, range(6), gpu_batches))
     assert len(warned) == 1
     assert "could not be captured as a CUDA graph (this model waits for the device)" in warned[0]
-
-
-@pytest.mark.gpu
-def test_batches_made_beside_the_step_are_the_same():
-    def make():
-        generator = torch.Generator(GPU).manual_seed(0)
-        for number in range(12):
-            images = torch.randn(32, 3, 224, 224, device=GPU, generator=generator)
-            yield [(images * (number + 1), make_batches(number, 1)[0][1])]
-
-    def consume(batches):
-        sums = []
-        for ((images, masks),) in batches:
-            # Work that is still running when the next batch is made, and memory that is freed and asked for again.
-            busy = images.flatten(1) @ images.flatten(1).T
-            for _ in range(20):
-                busy = busy @ busy / busy.norm()
-            sums.append((images.double().sum() + 0 * busy.sum(), masks.context.sum()))
-            del images, busy
-        return [(one.item(), other.item()) for one, other in sums]
-
-    expected = consume(make())
-    assert len({one for one, _ in expected}) == 12
-    assert consume(prefetched(map(on_device, make()), GPU)) == expected
