@@ -38,7 +38,7 @@ def test_every_row_has_the_sizes_that_it_is_named_after(performance):
         assert (config.data == "images.parquet") == (way == "data"), name
 
 
-@pytest.mark.parametrize("way", ["step", "data", "plain", "parts"])
+@pytest.mark.parametrize("way", ["data", "plain", "parts"])
 def test_a_row_is_measured(performance, way, monkeypatch, capsys):
     monkeypatch.setitem(performance.ROWS, "small", ("demo", {"positions.kind": "sincos"}, way))
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
@@ -52,15 +52,6 @@ def test_a_row_is_measured(performance, way, monkeypatch, capsys):
     assert ("parts_milliseconds" in row) == (way == "parts")
     performance._tell(row)
     assert "images/s" in capsys.readouterr().out
-
-
-def test_a_row_is_chosen_by_its_name_and_several_by_their_beginning(performance):
-    assert performance.chosen_rows(["L"]) == ["L"]
-    assert performance.chosen_rows(["H/14", "L plain"]) == [
-        "L plain",
-        *[name for name in performance.ROWS if name[0] == "H"],
-    ]
-    assert performance.chosen_rows(None) == list(performance.ROWS)
 
 
 @pytest.mark.parametrize(

@@ -56,15 +56,13 @@ def test_effective_rank_is_the_exponential_of_the_entropy_of_the_singular_values
         assert effective_rank(features) <= 1.01 * rank
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES)
 @pytest.mark.parametrize(
-    "positions",
+    ("kind", "positions"),
     [
-        PositionsConfig(sigma=0.25),
-        PositionsConfig(sigma=0.25, convention="release"),
-        PositionsConfig(sigma=0.5, covariance="low_rank(3)"),
+        ("ijepa", PositionsConfig(sigma=0.25)),
+        ("mae", PositionsConfig(sigma=0.25, convention="release")),
+        ("data2vec", PositionsConfig(sigma=0.5, covariance="low_rank(3)")),
     ],
-    ids=lambda positions: f"{positions.covariance}-{positions.convention}",
 )
 def test_signs_are_those_of_weights_features_and_samples(images, kind, positions):
     objective = tiny_objective(positions=positions, **OBJECTIVES[kind])

@@ -12,7 +12,7 @@ from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
-from stop_mim.training.step import TrainingStep, gradient_norm, make_optimiser, read_outcomes
+from stop_mim.training.step import TrainingStep, make_optimiser, read_outcomes
 
 ALONE = Ranks(0, 1, 1, CPU)
 VALUES = ScheduledValues(lr=1e-3, weight_decay=0.1, ema_momentum=0.9)
@@ -106,28 +106,6 @@ def test_steps_are_those_of_torchs_adamw_with_moving_schedules():
         torch.testing.assert_close(tensor, expected[name], atol=2e-6, rtol=1e-4)
 
 
-def test_one_step_object_takes_all_steps():
-    ends = []
-    for reused in (True, False):
-        objective, optimiser = make(sigma=1.0)
-        step = TrainingStep(objective, objective, optimiser, ALONE, nullcontext(), 0.1)
-        outcomes = []
-        for number in range(4):
-            values = ScheduledValues(1e-3 * (1 + number), 0.1 * number, 0.9)
-            if reused:
-                outcomes.append(step([a_batch(number)], values, seed=number))
-            else:
-                do_step(objective, optimiser, [a_batch(number)], values, 0.1, seed=number)
-        ends.append((snapshot(objective, optimiser), outcomes))
-    (reused, outcomes), (fresh, _) = ends
-    assert all(torch.equal(tensor, fresh[name]) for name, tensor in reused.items())
-    # Outcomes that are read late are still those of their own steps.
-    losses = [outcome.loss for outcome in read_outcomes(outcomes)]
-    assert len(set(losses)) == 4
-    assert read_outcomes(outcomes[2:]) == read_outcomes(outcomes)[2:]
-    assert read_outcomes([]) == []
-
-
 def poisoned_loss(monkeypatch, value):
     real = IJEPA.forward
     monkeypatch.setattr(IJEPA, "forward", lambda self, *arguments: real(self, *arguments) * value)
@@ -157,15 +135,6 @@ def test_a_step_that_is_not_finite_changes_no_bit(monkeypatch, poison, value):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
     assert {tensor.item() for name, tensor in after.items() if name.startswith("optimiser.step.")} == {1.0}
-
-
-def test_clipping_bounds_the_gradient_and_tells_its_norm_before():
-    objective, optimiser = make()
-    plain = do_step(*make(), [a_batch()])
-    limit = plain.gradient_norm / 10
-    outcome = do_step(objective, optimiser, [a_batch()], clip=limit)
-    assert outcome.gradient_norm == plain.gradient_norm
-    assert gradient_norm(objective).item() == pytest.approx(limit, rel=1e-4)
 
 
 def noisy_loss(batches=1, seed=0):
