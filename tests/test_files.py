@@ -106,7 +106,7 @@ def hold(lock, held, release):
 
 
 def test_a_lock_has_one_holder_and_is_waited_for_where_asked(tmp_path):
-    lock, context = tmp_path / ".lock", multiprocessing.get_context("fork")
+    lock, context = tmp_path / ".lock", multiprocessing.get_context("spawn")
     held, release = context.Event(), context.Event()
     other = context.Process(target=hold, args=(lock, held, release))
     other.start()

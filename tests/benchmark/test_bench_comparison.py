@@ -51,16 +51,15 @@ def test_an_implementation_that_fails_is_named_and_the_others_are_kept(tiny, sho
     assert "huge is skipped: it does not fit into memory." in report.notes
 
 
-@pytest.mark.parametrize(("last", "warns"), [(1.05, False), (1.3, True)])
-def test_a_machine_that_changes_its_speed_meanwhile_is_told(tiny, short, monkeypatch, last, warns):
-    ceilings = iter([1.0, 1.0, 1.0, last])
+def test_a_machine_that_changes_its_speed_meanwhile_is_told(tiny, short, monkeypatch):
+    ceilings = iter([1.0, 1.0, 1.05, 1.3])
     monkeypatch.setattr("stop_mim.benchmark.bench.matrix_ceiling", lambda device, dtype: next(ceilings))
     contenders = {"another": lambda setting: Contender(lambda batches: (1, 1), None)}
     monkeypatch.setattr("stop_mim.benchmark.bench.load_contenders", lambda: contenders)
     report = run_bench(tiny(), replace(short, compare=True), "tiny")
-    assert report.ceilings == (1.0, 1.0, 1.0, last)
+    assert report.ceilings == (1.0, 1.0, 1.05, 1.3)
     assert report.ceiling == 1.0
-    assert any("was not steady" in note for note in report.notes) == warns
+    assert any("was not steady" in note for note in report.notes)
 
 
 def test_masks_of_a_collator_are_drawn_for_each_batch(tiny, short, monkeypatch):
