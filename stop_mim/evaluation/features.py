@@ -26,8 +26,8 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.protocols import TestView
 from stop_mim.files import write_atomically
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.training.callbacks.probe import evaluation_mode
 from stop_mim.training.distributed import Ranks, wait_for_all
-from stop_mim.training.online_probe import evaluation_mode
 
 # Large enough for the disk's full speed, and small: the last chunk is written while nothing is computed.
 CHUNK_IMAGES = 4096

@@ -264,7 +264,7 @@ def test_impossible_sizes_are_named():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to see the host wait for it")
+@pytest.mark.gpu
 def test_the_host_never_waits_for_the_device():
     images, sizes = random_bytes(16).cuda(), repeated((64, 96), 16).cuda()
     numbers = torch.arange(16).cuda()
@@ -281,7 +281,7 @@ def test_the_host_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to compare with the CPU")
+@pytest.mark.gpu
 def test_cuda_computes_what_the_cpu_does():
     images, draws = random_bytes(16, 40, 56), some_draws(16)
     assert draw(0, 0, torch.arange(16).cuda()).cpu().equal(draws)

@@ -360,7 +360,7 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("budget", [10**9, 0])
 @pytest.mark.parametrize(("mode", "workers"), WAYS)
 def test_a_gpu_shows_what_the_cpu_shows(mode, workers, budget, monkeypatch):
@@ -475,9 +475,9 @@ def test_a_gpu_decodes_jpegs_where_it_can_unless_many_workers_do(jpegs, tmp_path
         find("gpu", device=CPU)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(gpu_obstacle(torch.device("cuda", 0))),
-    reason="no GPU on which torchvision decodes JPEGs",
+    torch.cuda.is_available() and bool(gpu_obstacle(torch.device("cuda", 0))), reason="torchvision cannot decode JPEGs"
 )
 def test_a_gpu_decodes_as_the_cpu_does_and_survives_all_kinds_of_files(jpegs):
     picture(0, 30, 40).convert("CMYK").save(jpegs / "0000.jpg")

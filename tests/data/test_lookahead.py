@@ -71,7 +71,7 @@ class Item:
     number: int
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("depth", [0, 2])
 def test_items_are_handed_over_between_streams(depth):
     gpu = torch.device("cuda", 0)

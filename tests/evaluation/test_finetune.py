@@ -198,7 +198,7 @@ def test_two_processes_learn_what_one_learns(tmp_path):
             torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=1e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_on_the_gpu():
     ranks = Ranks(0, 1, 1, torch.device("cuda"))
     sets, options = (coloured(400), coloured(100, seed=1)), replace(RICH, epochs=10)

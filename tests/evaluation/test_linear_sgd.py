@@ -184,7 +184,7 @@ def test_encoders_of_the_hub_are_probed_too(sets):
     assert not any("last2" in name or "last4" in name for name in found)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_on_the_gpu(sets, loader):
     ranks = Ranks(0, 1, 1, torch.device("cuda"))

@@ -347,7 +347,7 @@ def test_real_objects_are_followed_better_than_by_standing_still(real_data, name
     assert followed["F_mean"] > copied["F_mean"] + 0.1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_gpu_agrees_with_the_cpu():
     torch.manual_seed(0)
     encoder = create_encoder(Dimensions(48, 2, 3), image_size=64, patch_size=8).eval()

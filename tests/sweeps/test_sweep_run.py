@@ -39,9 +39,9 @@ def seconds():
 HOLDER = """
 import time
 from pathlib import Path
-from stop_mim.files import held
+from stop_mim.files import locked
 
-with held(Path("out/.lock")):
+with locked(Path("out/.lock")):
     print("held", flush=True)
     time.sleep(60)
 """
