@@ -25,7 +25,7 @@ from stop_mim.evaluation import subject as subject_module
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate
 from stop_mim.evaluation.propagation import PropagationConfig
-from stop_mim.evaluation.results import find_score, read_results
+from stop_mim.results import find_score, read_results
 from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions, LowShotFinetuneOptions
 from stop_mim.evaluation.tasks.knn import KnnOptions
@@ -133,7 +133,7 @@ PLUGIN = '''
 from dataclasses import dataclass
 from typing import Annotated
 from stop_mim.constraints import ABOVE_ZERO, Checked
-from stop_mim.evaluation.results import Score
+from stop_mim.results import Score
 from stop_mim.evaluation.task import TASKS, FeatureTask
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ def test_a_file_that_runs_code_is_not_evaluated(colours, tmp_path, capsys):
 
     torch.save({"target_encoder": {}, "opt": Evil()}, tmp_path / "evil.pth.tar")
     before = sorted(tmp_path.iterdir())
-    assert "can run code" in complaint(capsys, tmp_path / "evil.pth.tar", "--task", "knn", "--data", colours)
+    assert "posix.mkdir" in complaint(capsys, tmp_path / "evil.pth.tar", "--task", "knn", "--data", colours)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -402,9 +402,10 @@ def test_images_are_decoded_for_the_first_encoder_alone(run, alike, monkeypatch)
     (expected,) = evaluate([f"untrained:{run}"], config, silent())
     shutil.rmtree(Path(os.environ["STOP_MIM_CACHE"]) / "features")
     monkeypatch.delenv("STOP_MIM_DECODED_GIB")
-    monkeypatch.setattr("stop_mim.data.decoded.LEAST_CACHED_BYTES", 1)
+    monkeypatch.setattr("stop_mim.data.stored.LEAST_CACHED_BYTES", 1)
     evaluate([str(run)], config, silent())
-    monkeypatch.setattr("stop_mim.data.image_source.decode_image", lambda *arguments: pytest.fail("decoded again"))
+    for name in ("open", "read"):
+        monkeypatch.setattr(f"stop_mim.data.image_source.ImageSource.{name}", lambda *_: pytest.fail("decoded again"))
     (found,) = evaluate([f"untrained:{run}"], config, silent())
     assert found.scores == expected.scores
     assert found.facts["data_fingerprint"] == expected.facts["data_fingerprint"]
