@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stop_mim.errors import InputError
-from stop_mim.evaluation.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
+from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.models.build import build_objective
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid

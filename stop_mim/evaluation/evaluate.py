@@ -13,7 +13,7 @@ from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
-from stop_mim.evaluation.results import (
+from stop_mim.results import (
     RESULTS_FILE,
     Evaluation,
     add_results,

@@ -18,7 +18,7 @@ from stop_mim.data.loader import Progress
 from stop_mim.errors import InputError
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME, centre_view
 from stop_mim.evaluation.protocols import TestView, TrainView
-from stop_mim.evaluation.results import Score
+from stop_mim.results import Score
 from stop_mim.evaluation.task import Task
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.training.checkpoint import (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from stop_mim.data.loader import Progress
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.features import LabelledFeatures
-from stop_mim.evaluation.results import Score
+from stop_mim.results import Score
 from stop_mim.registry import Registry
 
 TASKS: Registry[type["Task"]] = Registry("task", "stop_mim.evaluation.tasks")

@@ -11,7 +11,7 @@ import yaml
 import stop_mim
 from stop_mim.cli import main
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.evaluation.results import Evaluation, Score, add_results
+from stop_mim.results import Evaluation, Score, add_results
 from stop_mim.exchange import export as export_module
 from stop_mim.exchange.card import Origin, model_card
 from stop_mim.exchange.export import export_encoder, write_folder

@@ -36,7 +36,7 @@ from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.labelled import LabelledBatches, LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
-from stop_mim.evaluation.results import Scalar, Score, accuracy
+from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, options_of, plain
 from stop_mim.evaluation.tasks.low_shot import check_draws, label_draws
 from stop_mim.models.encoder import Encoder

@@ -22,7 +22,7 @@ from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
 from stop_mim.evaluation.linear_heads import Head, LinearHeads, inverse_curvature, precondition, sum_of_products
 from stop_mim.evaluation.protocols import Protocol
-from stop_mim.evaluation.results import Scalar, Score, accuracy
+from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.training.acceleration import autocast_for

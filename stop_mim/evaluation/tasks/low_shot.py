@@ -18,7 +18,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.data import TaskData, class_name
 from stop_mim.evaluation.features import LabelledFeatures
 from stop_mim.evaluation.logistic import PENALTIES, Chosen, TrainingFeatures, fit_together, held_out, top_accuracy
-from stop_mim.evaluation.results import Scalar, Score, accuracy
+from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
 
 FOLDS = 5
