@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from stop_mim.data.loader import Progress
+from stop_mim.data.stored import Progress
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.features import LabelledFeatures
-from stop_mim.results import Score
 from stop_mim.registry import Registry
+from stop_mim.results import Score
 
 TASKS: Registry[type["Task"]] = Registry("task", "stop_mim.evaluation.tasks")
 

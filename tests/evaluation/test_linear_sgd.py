@@ -1,6 +1,7 @@
 """Linear heads by SGD: how good they are, what chooses among them, each of their steps, and resuming."""
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +18,15 @@ from small_trainings import (
     SPEED,
     WHOLE,
     HubModel,
-    Interrupted,
+    Killed,
     coloured,
-    interrupt_at,
+    kill_at,
     make_task,
     run_processes,
     scores_of,
+    signal_at,
     small_encoder,
+    train_shared,
 )
 from torch import nn
 
@@ -47,7 +50,7 @@ def scores(encoder, sets, protocol=WHOLE, **options):
 
 
 def training(encoder, train, protocol=WHOLE, batch_size=32, conditions=CONDITIONS):
-    return LinearTraining(encoder, train, protocol, batch_size, conditions)
+    return LinearTraining(encoder, train, batch_size, replace(conditions, protocol=protocol))
 
 
 @pytest.mark.parametrize("protocol", [replace(WHOLE, epochs=16, milestones=(8, 12)), NEWTON], ids=["SGD", "Newton"])
@@ -113,10 +116,10 @@ def test_held_out_images_choose_even_if_the_test_set_would_not(encoder, sets, mo
     assert all(found[name] == value for name, value in honest.items() if "held_out" in name)
 
 
-def test_the_heads_do_not_learn_from_what_chooses_among_them(encoder):
+def test_the_heads_do_not_learn_from_what_chooses_among_them(encoder, tmp_path):
     train = coloured(100, together=False)
     run = training(encoder, train, conditions=replace(CONDITIONS, speed=SpeedConfig(workers=0, loader="streaming")))
-    run.train()
+    run.train(tmp_path / "state")
     assert len(run.held_out) == 5
     assert sorted({*train.source.reads}) == sorted(run.used.indices)
     assert not {*run.used.indices} & {*run.held_out.indices}
@@ -155,26 +158,17 @@ def test_bad_training_images_are_left_out(encoder, loader):
 def test_an_encoder_that_gives_no_numbers_is_refused(sets):
     encoder = small_encoder()
     encoder.vit.norm.weight.data.fill_(torch.nan)
-    with pytest.raises(TrainingDiverged, match="epoch 1"):
+    with pytest.raises(TrainingDiverged, match=r"step 1: lower linear_sgd.lrs \(\(0.5,\)\)"):
         scores(encoder, sets)
     with pytest.raises(TrainingDiverged, match="not finite"):
         scores(encoder, sets, NEWTON)
 
 
-def test_a_batch_that_cannot_be_divided_is_refused(encoder, sets):
-    run = training(encoder, sets[0], batch_size=33)
-    run.ranks = Ranks(0, 2, 2, CPU)
+def test_options_that_cannot_work_are_refused_by_name(encoder, sets):
     with pytest.raises(InputError, match="batch_size is 33: it must be a multiple of 2"):
-        run.batches()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("epochs", 0), ("batch_size", 1), ("lrs", ()), ("lrs", (0.1, 0.1)), ("lrs", (-0.1,)), ("lrs", (float("nan"),))],
-)
-def test_options_that_cannot_work_are_refused_by_name(field, value):
-    with pytest.raises(InputError, match=f"linear_sgd.{field} is"):
-        LinearSGDOptions(**{field: value})
+        training(encoder, sets[0], batch_size=33, conditions=replace(CONDITIONS, ranks=Ranks(0, 2, 2, CPU)))
+    with pytest.raises(InputError, match=r"linear_sgd\.lrs is"):
+        LinearSGDOptions(lrs=(0.1, 0.1))
 
 
 def test_encoders_of_the_hub_are_probed_too(sets):
@@ -230,21 +224,19 @@ def test_a_step_is_that_of_each_head_alone(encoder, sets):
     pixels, labels = sets[0].source.pixels[:32], torch.from_numpy(sets[0].labels[:32])
     features = pooled_features(encoder, pixels, 2).clone()
     before = [(linear.weight.detach().clone(), linear.bias.detach().clone()) for linear in run.heads.linears]
-    run.set_lr(0, 10)
     run.heads.train()
     images = (pixels / 255 - torch.tensor(encoder.mean)[:, None, None]) / torch.tensor(encoder.std)[:, None, None]
-    run.step(0, images, labels)
+    assert run.update(images, labels, run.lr(0), seed=0)[2] == 1
     for number, head in enumerate(run.heads.heads):
         weight, bias = (nn.Parameter(value) for value in before[number])
         loss = nn.functional.cross_entropy(inputs_of(head, features) @ weight.T + bias, labels)
         loss.backward()
         torch.optim.SGD([weight, bias], head.lr * 32 / 256, 0.9, weight_decay=5e-4, nesterov=True).step()
-        torch.testing.assert_close(run.losses[number], loss.detach(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(run.heads.linears[number].weight, weight, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(run.heads.linears[number].bias, bias, atol=1e-5, rtol=1e-4)
 
 
-def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(encoder, sets):
+def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(encoder, sets, tmp_path):
     run = training(encoder, sets[0], replace(NEWTON, weight_decay=0.01), batch_size=380)
     taken = []
 
@@ -254,7 +246,7 @@ def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(enc
 
     run.optimiser.register_step_pre_hook(look)
     before = [linear.weight.detach().clone() for linear in run.heads.linears]
-    run.train()
+    run.train(tmp_path / "state")
     features = pooled_features(encoder, run.used.source.pixels[run.used.indices], 2).clone()
     labels = torch.from_numpy(run.used.classes)
     for number, head in enumerate(run.heads.heads):
@@ -268,18 +260,16 @@ def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(enc
     # They are standardised by the training set, not by the batch.
     torch.testing.assert_close(run.heads.norm.running_mean, features.mean(0), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(run.heads.norm.running_var, features.var(0, unbiased=False), atol=1e-5, rtol=1e-3)
-    run.start(run.batches())
-    assert run.heads.linears[0].training
     assert not run.heads.norm.training
 
 
-def test_the_optimiser_gets_the_learning_rate_of_the_schedule_scaled_with_the_batch(encoder, sets):
+def test_the_optimiser_gets_the_learning_rate_of_the_schedule_scaled_with_the_batch(encoder, sets, tmp_path):
     run = training(encoder, sets[0], replace(WHOLE, epochs=3, milestones=(1,), lrs=(0.5, 0.1)), batch_size=38)
     seen = []
     run.optimiser.register_step_post_hook(
         lambda optimiser, *_: seen.append([group["lr"] for group in optimiser.param_groups[:2]])
     )
-    run.train()
+    run.train(tmp_path / "state")
     # 380 images are learned from: ten steps an epoch.
     peaks = np.array([0.5, 0.1]) * 38 / 256
     assert np.allclose(seen, [peaks] * 10 + [0.1 * peaks] * 20)
@@ -327,23 +317,25 @@ def state_files():
 def test_a_resumed_run_is_bit_identical(encoder, tmp_path, loader, preconditioned):
     train = coloured(90, together=False)
     protocol = Protocol("cosine", 4, final_factor=0.01, lrs=(0.5, 0.1), preconditioned=preconditioned)
-    conditions = replace(CONDITIONS, train_view="random_resized_crop", speed=replace(SPEED, loader=loader))
 
     def run(name, progress=None):
+        conditions = replace(CONDITIONS, speed=replace(SPEED, loader=loader))
         training(encoder, train, protocol, conditions=conditions).train(tmp_path / name, progress)
         return read_checkpoint(tmp_path / name)
 
     whole = run("whole")
-    for step in (8, 11):  # In the third and in the fourth epoch, of three steps each.
-        with pytest.raises(Interrupted):
-            run("parts", interrupt_at(step))
-        assert read_checkpoint(tmp_path / "parts").step == (step - 1) // 3
+    with pytest.raises(Killed):
+        run("parts", kill_at(8))
+    assert read_checkpoint(tmp_path / "parts").step == 6, "every epoch, of three steps, is saved"
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", signal_at(9, signal.SIGINT))
+    assert read_checkpoint(tmp_path / "parts").step == 10, "a signal saves the step"
     parts = run("parts")
-    assert whole.step == parts.step == 4
+    assert whole.step == parts.step == 12
     assert whole.tensors.keys() == parts.tensors.keys()
     assert any(name.startswith("optimiser.momentum_buffer") for name in whole.tensors)
     assert all(torch.equal(whole.tensors[name], parts.tensors[name]) for name in whole.tensors)
-    run("whole", interrupt_at(1))  # A finished one is not trained again.
+    run("whole", kill_at(1))  # A finished one is not trained again.
 
 
 def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
@@ -352,8 +344,8 @@ def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
     whole = scores_of(make(progress=lambda done, total: told.append((done, total))))
     assert told == [(step, 48) for step in range(1, 49)]
     assert not state_files()
-    with pytest.raises(Interrupted):
-        scores_of(make(progress=interrupt_at(30)))
+    with pytest.raises(Killed):
+        scores_of(make(progress=kill_at(30)))
     (state,) = state_files()
     for others in ({"seed": 1}, {"lrs": (0.1,)}, {"protocol": replace(WHOLE, weight_decay=0.1)}):
         scores_of(make(**others))
@@ -361,8 +353,8 @@ def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
     told.clear()
     assert scores_of(make(progress=lambda done, total: told.append((done, total)))) == whole
     assert told[0] == (25, 48)
-    with pytest.raises(Interrupted):
-        scores_of(make(progress=interrupt_at(30)))
+    with pytest.raises(Killed):
+        scores_of(make(progress=kill_at(30)))
     state.write_bytes(state.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match=rf"{state.name}.*delete it"):
         scores_of(make())
@@ -372,18 +364,14 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from small_trainings import SHARED, coloured, make_task, small_encoder
+from small_trainings import SHARED, train_shared
 from stop_mim.training.distributed import process_group
 
 torch.set_num_threads(1)
 with process_group("cpu") as ranks:
-    for name, protocol in SHARED.items():
-        sets, folder = (coloured(79), coloured(41, seed=1)), Path(sys.argv[2])
-        task = make_task("linear-sgd", small_encoder(), *sets, protocol, ranks=ranks, flip=0.0, batch_size=32)
-        training = task.training()
-        training.train(folder / f"{name}{ranks.world_size}")
-        results = {score.name: score.value for score in task.results(training)}
-        torch.save(results, folder / f"{name}{ranks.world_size}.{ranks.rank}")
+    for name in SHARED:
+        results = train_shared(name, ranks, Path(sys.argv[2]))
+        torch.save(results, Path(sys.argv[2]) / f"{name}2.{ranks.rank}")
 """
 
 
@@ -393,7 +381,7 @@ def test_two_processes_learn_what_one_learns(tmp_path):
     for name, protocol in SHARED.items():
         first, second = (torch.load(tmp_path / f"{name}2.{rank}", weights_only=True) for rank in (0, 1))
         assert first == second
-        training(small_encoder(), coloured(79), protocol).train(tmp_path / f"{name}1")
+        train_shared(name, ALONE, tmp_path)
         one, two = (read_checkpoint(tmp_path / f"{name}{count}").tensors for count in (1, 2))
         assert one.keys() == two.keys()
         for key, tensor in one.items():

@@ -11,9 +11,9 @@ from torch import Tensor
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
 from stop_mim.evaluation.features import Chunks, LabelledFeatures
 from stop_mim.evaluation.logistic import FitProgress, top_accuracy
-from stop_mim.results import Score, accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.models.neighbours import TEMPERATURE, nearest, votes
+from stop_mim.results import Score, accuracy
 
 QUERIES_AT_A_TIME = 2048
 

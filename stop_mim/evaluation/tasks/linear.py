@@ -11,8 +11,8 @@ from torch import Tensor
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
 from stop_mim.evaluation.features import Chunks, LabelledFeatures
 from stop_mim.evaluation.logistic import STEPS, FitProgress, TrainingFeatures, choose_penalty, top_accuracy
-from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
+from stop_mim.results import Scalar, Score, accuracy
 
 
 @dataclass(frozen=True)

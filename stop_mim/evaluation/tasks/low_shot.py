@@ -18,8 +18,8 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.data import TaskData, class_name
 from stop_mim.evaluation.features import LabelledFeatures
 from stop_mim.evaluation.logistic import PENALTIES, Chosen, TrainingFeatures, fit_together, held_out, top_accuracy
-from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
+from stop_mim.results import Scalar, Score, accuracy
 
 FOLDS = 5
 # With more images than this, one held-out part is as good as folds.

@@ -8,10 +8,10 @@ from typing import Any
 from stop_mim.constraints import Checked
 from stop_mim.evaluation.data import VideoData
 from stop_mim.evaluation.propagation import PropagationConfig, segment_videos
-from stop_mim.results import Score
 from stop_mim.evaluation.segmentation import VideoScores, score_masks
 from stop_mim.evaluation.subject import GivenMasks
 from stop_mim.evaluation.task import TASKS, Task
+from stop_mim.results import Score
 
 
 @dataclass(frozen=True)
