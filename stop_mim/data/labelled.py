@@ -21,18 +21,9 @@ class LabelledSet:
     """Which images of the source belong to the set."""
 
     def __post_init__(self) -> None:
-        name, total = self.source.name, len(self.source)
-        if self.labels.shape != (total,) or self.labels.dtype.kind not in "iu":
-            kind = f"{self.labels.dtype} labels of shape {self.labels.shape}"
-            raise InputError(f"'{name}' has {total} images and {kind}: give every image one integer.")
-        _check_indices(self.source, self.indices)
-        if not len(self.indices):
-            raise InputError(f"The chosen part of '{name}' is empty: choose at least one image.")
-        if len(np.unique(self.indices)) < len(self.indices):
-            raise InputError(f"The chosen part of '{name}' holds an image twice: choose every image once.")
         missing = self.indices[self.labels[self.indices] < 0]
         if len(missing):
-            which = f"{len(missing)} of the {len(self.indices)} chosen images of '{name}'"
+            which = f"{len(missing)} of the {len(self.indices)} chosen images of '{self.source.name}'"
             raise InputError(f"{which} have no label, such as {self.source.describe(int(missing[0]))}: leave them out.")
 
     def __len__(self) -> int:
@@ -50,15 +41,6 @@ class LabelledSet:
     def fingerprint(self) -> str:
         """A short hexadecimal name: it changes with the images, their labels or the choice of them."""
         return digest([self.source.fingerprint(), self.indices.astype(np.int64).tobytes(), self.classes.tobytes()])
-
-
-def _check_indices(source: ImageSource, indices: np.ndarray) -> None:
-    if indices.ndim != 1 or indices.dtype.kind not in "iu":
-        raise InputError(f"The indices are {indices.dtype} of shape {indices.shape}: give a list of integers.")
-    wrong = indices[(indices < 0) | (indices >= len(source))]
-    if len(wrong):
-        last = len(source) - 1
-        raise InputError(f"There is no image {wrong[0]} in '{source.name}': choose from 0 to {last}.")
 
 
 def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[LabelledSet, LabelledSet]:
