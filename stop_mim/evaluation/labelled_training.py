@@ -199,7 +199,6 @@ class TrainingTask(Task):
         raise NotImplementedError
 
     def train_set(self) -> LabelledSet:
-        """Return the training images."""
         return self.data.train
 
     def conditions(self, augment: AugmentConfig) -> Conditions:
@@ -208,7 +207,6 @@ class TrainingTask(Task):
         return Conditions(protocol, augment, self.config.seed, self.subject.ranks, self.config.speed)
 
     def run(self) -> Iterator[Score]:
-        """Train, or resume, and yield the scores."""
         subject = self.subject
         identity = [subject.fingerprint, subject.encoder.image_size, self.name, self.train_set().fingerprint()]
         key = digest([*identity, self.data.test.fingerprint(), self.config.seed, self.settings()])

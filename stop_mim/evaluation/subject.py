@@ -26,7 +26,7 @@ from stop_mim.evaluation.features import (
     features_folder,
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
-from stop_mim.exchange.loading import HUB, TIMM, is_checkpoint, load_encoder, split_part
+from stop_mim.exchange.loading import HUB, TIMM, load_encoder, run_of
 from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.seeds import derive_seed
@@ -130,12 +130,7 @@ def open_encoder(name: str) -> tuple[FrozenEncoder, Path | None]:
     if name.startswith(UNTRAINED):
         return _untrained(name.removeprefix(UNTRAINED)), None
     encoder = load_encoder(name)
-    return encoder, None if name.startswith((TIMM, HUB)) else _run_of(split_part(name)[0])
-
-
-def _run_of(path: Path) -> Path | None:
-    folder = path if path.is_dir() else path.parent.parent if is_checkpoint(path) else path.parent
-    return folder if RunFolder(folder).environment_file.exists() else None
+    return encoder, None if name.startswith((TIMM, HUB)) else run_of(name)
 
 
 def _untrained(name: str) -> FrozenEncoder:

@@ -57,7 +57,6 @@ class FeatureTask(Task):
     """A task on frozen features: all processes extract them, and the main process runs `scores`."""
 
     def run(self) -> Iterator[Score]:
-        """Yield the scores of the features."""
         train, test = (self.subject.features(part, self.data) for part in (self.data.train, self.data.test))
         if self.subject.ranks.is_main:
             yield from self.scores(train, test)

@@ -37,7 +37,6 @@ from stop_mim.evaluation.tasks.finetune import (
     Mixing,
     make_optimiser,
     trainable_copy,
-    with_drop_path,
 )
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
@@ -234,7 +233,7 @@ def test_layers_learn_the_slower_the_earlier_they_are():
 
 def test_drop_path_is_active_in_training_alone():
     encoder = small_encoder(depth=3)
-    dropping = with_drop_path(encoder, 0.6)
+    dropping = trainable_copy(encoder, 0.6)
     rates = [[m.drop_prob for m in block.modules() if isinstance(m, DropPath)] for block in dropping.vit.blocks]
     assert rates == [[], [pytest.approx(0.3)] * 2, [pytest.approx(0.6)] * 2]
     images = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -244,7 +243,7 @@ def test_drop_path_is_active_in_training_alone():
         one = dropping.train()(images)
     # With a chance of 0.7 · 0.7 · 0.4 · 0.4 each that nothing is left out, some images differ and few do not.
     assert ((one - expected).abs().amax((1, 2)) > 1e-4).sum() > 8
-    assert not any(isinstance(module, DropPath) for module in with_drop_path(dropping, 0.0).modules())
+    assert not any(isinstance(module, DropPath) for module in trainable_copy(dropping, 0.0).modules())
 
 
 def one_hot_images(labels, classes=3):
@@ -252,7 +251,7 @@ def one_hot_images(labels, classes=3):
     return nn.functional.one_hot(labels, classes).float()[:, :, None, None].expand(-1, -1, 16, 16).clone()
 
 
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
 def test_what_is_mixed_has_the_target_that_belongs_to_it(mixup, cutmix):
     mixing = Mixing(replace(PLAIN, mixup=mixup, cutmix=cutmix), 3, CPU)
     labels = torch.tensor([0, 1, 2, 0, 1])

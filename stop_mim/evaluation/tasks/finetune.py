@@ -136,13 +136,11 @@ class Finetune(TrainingTask):
         return {}
 
     def training(self) -> "FinetuneTraining":
-        """Return the training of a copy of the encoder."""
         options = self.options
         augment = AugmentConfig(crop_scale=options.crop_scale, flip_probability=options.flip_probability)
         return FinetuneTraining(self.subject.encoder, self.train_set(), options, self.conditions(augment))
 
     def results(self, training: "FinetuneTraining") -> Iterator[Score]:
-        """Yield the test accuracies and the training loss of the last epoch."""
         for top, value in zip(TOP, training.score(self.data.test)[0].tolist(), strict=True):
             yield accuracy(top, value, len(self.data.test), variant=self.variant(), headline=True)
         yield Score("train_loss", training.train_loss, variant=self.variant(), unit="")
@@ -165,12 +163,10 @@ class FinetuneLowShot(Finetune):
         check_draws(self.few, self.data, self.config.seed)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of fine-tuning, and which labels are used."""
         list_file = plain(self.few)["list_file"]
         return {**super().settings(), "amount": self.few.amounts[0], "list_file": list_file}
 
     def train_set(self) -> LabelledSet:
-        """Return the few labelled images."""
         train = self.data.train
         (first, *_), *_ = label_draws(self.few, train, self.config.seed).values()
         return LabelledSet(train.source, train.labels, first)
@@ -193,7 +189,6 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch classes"]:
-        """Return the class scores."""
         return self.head(self.encoder.embed(images))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -206,21 +201,18 @@ class Classifier(nn.Module):
         return {f"encoder.vit.{name}" for name in self.encoder.vit.no_weight_decay()}
 
 
-def with_drop_path(encoder: Encoder, rate: float) -> Encoder:
-    """Return a copy whose residual branches are dropped at random in training, later ones more often."""
+def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
+    """Return a copy in which everything is trained that a prediction depends on, except fixed positions.
+
+    Its residual branches are dropped at random in training, later ones more often.
+    """
     twin = copy.deepcopy(encoder)
-    rates = calculate_drop_path_rates(rate, len(twin.vit.blocks))
-    for block, block_rate in zip(twin.vit.blocks, rates, strict=True):
+    rates = calculate_drop_path_rates(drop_path, len(twin.vit.blocks))
+    for block, rate in zip(twin.vit.blocks, rates, strict=True):
         # Blocks of some models have their branches in submodules.
         for owner in list(block.modules()):
             for name in [name for name, _ in owner.named_children() if name.startswith("drop_path")]:
-                setattr(owner, name, DropPath(block_rate) if block_rate else nn.Identity())
-    return twin
-
-
-def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
-    """Return a copy in which everything is trained that a prediction depends on, except fixed positions."""
-    twin = with_drop_path(encoder, drop_path)
+                setattr(owner, name, DropPath(rate) if rate else nn.Identity())
     for name, parameter in twin.vit.named_parameters():
         # Of a frozen encoder too: only positions are fixed by design.
         parameter.requires_grad_(
@@ -308,7 +300,6 @@ class FinetuneTraining(LabelledTraining):
         return warmup_cosine(step, options.warmup_epochs * self.steps_per_epoch, last, lowest, peak, lowest)
 
     def start(self, trainer: Trainer) -> None:
-        """Switch to training mode."""
         self.classifier.train()
 
     def update(
@@ -352,18 +343,14 @@ class FinetuneTraining(LabelledTraining):
         return total
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Keep the losses of an epoch."""
         self.losses = [*self.losses, *(outcome.loss for outcome in outcomes)][-self.steps_per_epoch :]
 
     def state(self) -> dict[str, Any]:
-        """Return the losses."""
         return {"losses": self.losses}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take over the losses."""
         self.losses = state["losses"]
 
     def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
-        """Return the class scores of the one classifier."""
         with autocast_for(self.speed.precision, self.ranks.device):
             return self.classifier(images).float()[None]

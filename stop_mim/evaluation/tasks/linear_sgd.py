@@ -70,11 +70,9 @@ class LinearSGD(TrainingTask):
         return protocol if options.lrs is None else replace(protocol, lrs=options.lrs)
 
     def settings(self) -> dict[str, Any]:
-        """Return the whole protocol and the batch size."""
         return {**asdict(self.protocol()), "batch_size": self.options.batch_size}
 
     def training(self) -> "LinearTraining":
-        """Return the training of the heads."""
         conditions = self.conditions(AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=0.5))
         conditions = replace(conditions, protocol=self.protocol())
         return LinearTraining(self.subject.encoder, self.data.train, self.options.batch_size, conditions)
@@ -146,7 +144,6 @@ class LinearTraining(LabelledTraining):
         self.inverses: dict[tuple[int, bool], Tensor] = {}
 
     def start(self, trainer: Trainer) -> None:
-        """Estimate the curvature for preconditioned steps."""
         self.heads.train()
         if not self.protocol.preconditioned:
             return
@@ -204,7 +201,6 @@ class LinearTraining(LabelledTraining):
         return {} if self.moments is None else {"moments": self.moments}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take over the moments."""
         if "moments" in tensors:
             self.moments = tensors["moments"].to(self.ranks.device)
 
@@ -217,5 +213,4 @@ class LinearTraining(LabelledTraining):
         return torch.cat([part.float() for part in parts])
 
     def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
-        """Return the class scores of each head."""
         return self.heads.logits(self.features(images))

@@ -68,12 +68,10 @@ class LowShot(FeatureTask):
     options: LowShotOptions
 
     def check(self) -> None:
-        """Refuse amounts or a list that do not fit the data."""
         super().check()
         check_draws(self.options, self.data, self.config.seed)
 
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
-        """Yield the scores of each amount of labels."""
         device, features = self.subject.ranks.device, train.features.last(1)
         tested = test.features.last(1).on(device), test.labels.to(device)
         amounts = label_draws(self.options, self.data.train, self.config.seed)

@@ -42,7 +42,6 @@ class VideoSegmentation(Task):
     data: VideoData
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the propagation, if there is one."""
         given = isinstance(self.subject, GivenMasks)
         propagation = {} if given else asdict(self.options.propagation)
         return {"name": "davis", "foreground": self.config.foreground, **propagation}
