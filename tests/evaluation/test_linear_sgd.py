@@ -32,10 +32,10 @@ from torch import nn
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.features import pooled_features
-from stop_mim.evaluation.linear_heads import LinearHeads, inverse_curvature, precondition, sum_of_products
+from stop_mim.evaluation.linear_heads import inverse_curvature, sum_of_products
 from stop_mim.evaluation.protocols import PROTOCOLS, Protocol
 from stop_mim.evaluation.tasks import linear_sgd as linear_sgd_module
-from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions, LinearTraining, heads_for, lr_factor
+from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions, LinearTraining, lr_factor
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
@@ -172,24 +172,6 @@ def test_on_the_gpu(sets, loader):
 
 
 # Steps
-
-
-def test_logits_are_a_linear_map_of_the_last_columns_standardised_or_not():
-    heads = LinearHeads(heads_for(WHOLE, 12), 3, 5, ALONE)
-    # torch's own, with its momentum of a tenth, over the same four batches.
-    reference = nn.BatchNorm1d(12, affine=False)
-    for features in torch.randn(4, 50, 12, generator=torch.Generator().manual_seed(0)) * 3 + 1:
-        heads.train()
-        logits, standardised = heads.logits(features), reference(features)
-        assert logits.shape == (4, 50, 5)
-        for number, inputs in enumerate((features[:, 9:], standardised[:, 9:], features, standardised)):
-            linear = heads.linears[number]
-            torch.testing.assert_close(logits[number], inputs @ linear.weight.T + linear.bias)
-    heads.eval()
-    alone = heads.logits(features[:1])
-    torch.testing.assert_close(alone, heads.logits(features)[:, :1])
-    torch.testing.assert_close(alone[1], reference.eval()(features)[:1, 9:] @ heads.linears[1].weight.T)
-    assert not list(heads.norm.parameters())
 
 
 def inputs_of(head, features):
@@ -364,13 +346,6 @@ def test_two_processes_learn_what_one_learns(tmp_path):
 # Curvature
 
 
-def correlated(count=600, dim=12, seed=0):
-    """Features far from zero, along whose principal components the variances fall by a million."""
-    generator = torch.Generator().manual_seed(seed)
-    turned = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
-    return (torch.randn(count, dim, generator=generator) * torch.logspace(0, -3, dim)) @ turned + 2
-
-
 @pytest.mark.parametrize(("columns", "standardised"), [(12, False), (3, True)])
 def test_it_is_the_inverse_of_the_losss_second_derivatives(columns, standardised):
     features = torch.randn(300, 12, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 12) + 1
@@ -388,30 +363,3 @@ def test_it_is_the_inverse_of_the_losss_second_derivatives(columns, standardised
     moments = (sum_of_products(features[:100]) + sum_of_products(features[100:])) / 300
     ours = inverse_curvature(moments, columns, standardised, 5, 0.01)
     assert (ours - expected).norm() < 0.01 * expected.norm()
-
-
-def test_preconditioned_steps_reach_the_optimum_far_sooner():
-    features, generator = correlated(), torch.Generator().manual_seed(1)
-    directions = torch.randn(4, 12, generator=generator) / features.std(0)
-    labels = (features @ directions.T + torch.randn(600, 4, generator=generator)).argmax(1)
-    inverse = inverse_curvature(sum_of_products(features) / 600, 12, False, 4, 1e-5)
-
-    def loss_after(steps, rate, preconditioned):
-        linear = nn.Linear(12, 4)
-        nn.init.zeros_(linear.weight)
-        nn.init.zeros_(linear.bias)
-        for _ in range(steps):
-            linear.zero_grad()
-            nn.functional.cross_entropy(linear(features), labels).backward()
-            if preconditioned:
-                precondition(linear, inverse, 1e-5)
-            with torch.no_grad():
-                for parameter in linear.parameters():
-                    parameter -= rate * (parameter.grad + (0 if preconditioned else 1e-5 * parameter))
-        squares = linear.weight.square().sum() + linear.bias.square().sum()
-        return (nn.functional.cross_entropy(linear(features), labels) + 1e-5 / 2 * squares).item()
-
-    least = loss_after(3000, 1.0, True)
-    assert loss_after(100, 1.0, True) < least + 0.01
-    # The best rate of many; with a larger one it explodes.
-    assert min(loss_after(100, rate, False) for rate in (0.01, 0.03, 0.1, 0.3)) > least + 0.05
