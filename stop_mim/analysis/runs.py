@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stop_mim.errors import InputError
-from stop_mim.evaluation.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.models.build import build_objective
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
+from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder, read_metrics

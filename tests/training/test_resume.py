@@ -199,7 +199,7 @@ def test_another_batch_size_per_device_is_told(tmp_path):
 def test_a_run_whose_memory_became_scarce_has_the_images_where_they_were(tmp_path, equal_images, monkeypatch):
     run(tiny_config(equal_images, tmp_path / "whole"))
     run(tiny_config(equal_images, tmp_path / "stopped", stop_after_steps=MID_EPOCH))
-    monkeypatch.setattr("stop_mim.data.loader.resident_budget", lambda device, processes_on_host=1: 0)
+    monkeypatch.setattr("stop_mim.data.batches.resident_budget", lambda device, processes_on_host=1: 0)
     go_on(tmp_path / "stopped")
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "stopped", TOTAL))
 
