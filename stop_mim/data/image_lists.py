@@ -67,12 +67,11 @@ def _draw(labels: np.ndarray, wanted: Callable[[int, int], int], seed: int, draw
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        text = path.read_text("utf-8-sig")
+        lines = [line.strip() for line in path.read_text("utf-8-sig").split("\n")]
     except UnicodeDecodeError:
-        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with a name a line.") from None
-    if "\0" in text:
-        raise InputError(f"The list of images {path} is a binary file: give a text file with a name a line.")
-    lines = [line.strip() for line in text.split("\n")]
+        lines = ["\0"]
+    if any("\0" in line for line in lines):
+        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with a name a line.")
     names = [line.removeprefix("./") for line in lines if line and not line.startswith("#")]
     if not names:
         raise InputError(f"The list of images {path} is empty: give a text file with a name a line.")
