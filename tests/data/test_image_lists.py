@@ -73,7 +73,7 @@ def test_the_order_is_the_lists_and_blank_lines_comments_and_line_ends_do_not_ma
 
 
 def test_another_folder_is_another_image(tmp_path):
-    with pytest.raises(InputError, match="1 of the 2 names .*'dog/2.png' first"):
+    with pytest.raises(InputError, match=r"1 of the 2 names .*'dog/2.png' first"):
         found(tmp_path, "cat/1.png\ndog/2.png\n", Named("cat/1.png", "cat/2.png"))
 
 

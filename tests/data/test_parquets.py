@@ -47,15 +47,12 @@ def test_a_folder_of_parquet_files_has_splits_by_name(tmp_path):
     assert shades(open_source(str(tmp_path), "test")) == [3]
     with pytest.raises(InputError, match=r"no split 'extra': choose one of train, validation\."):
         open_source(str(tmp_path), "extra")
+    write_parquet(tmp_path / "parts" / "part-1.parquet", [1])
+    write_parquet(tmp_path / "parts" / "part-2.parquet", [2])
+    assert shades(open_source(str(tmp_path / "parts"), "test")) == [1, 2]
 
 
-def test_a_folder_of_parquet_files_without_split_names_is_all_read(tmp_path):
-    write_parquet(tmp_path / "part-1.parquet", [1])
-    write_parquet(tmp_path / "part-2.parquet", [2])
-    assert shades(open_source(str(tmp_path), "test")) == [1, 2]
-
-
-@pytest.mark.parametrize(("column", "plain"), [("img", False), ("picture", False), ("picture", True)])
+@pytest.mark.parametrize(("column", "plain"), [("img", False), ("picture", True)])
 def test_image_columns_of_other_names_and_plain_bytes(tmp_path, column, plain):
     write_parquet(tmp_path / "x.parquet", [1, 2], column=column, plain=plain)
     source = open_source(str(tmp_path / "x.parquet"))
@@ -144,16 +141,6 @@ def test_large_parquet_sets_are_memory_mapped_and_converted_once(tmp_path, monke
     written = converted.stat().st_mtime_ns
     assert shades(open_source(str(tmp_path / "*.parquet"))) == [1, 2, 3, 4, 5]
     assert converted.stat().st_mtime_ns == written
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MEMORY_LIMIT", 1)
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path / "file"))
-    write_parquet(tmp_path / "a.parquet", [1])
-    with pytest.raises(InputError, match="set STOP_MIM_CACHE") as error:
-        open_source(str(tmp_path / "a.parquet"))
-    one_sentence(error)
 
 
 def test_fingerprints_follow_the_contents(tmp_path):

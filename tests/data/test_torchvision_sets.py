@@ -98,19 +98,10 @@ def test_torchvision_names_that_cannot_be_opened(tmp_path, monkeypatch):
 
 
 def test_torchvision_sets_without_classes_are_refused(monkeypatch):
-    class Video(torchvision.datasets.VisionDataset):
-        def __init__(self):
-            pass
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return torch.zeros(2, 3, 4, 4)
-
-    monkeypatch.setattr(torchvision.datasets, "Video", Video, raising=False)
+    monkeypatch.setattr(TinyFake, "__getitem__", lambda *_: torch.zeros(2, 3, 4, 4))
+    monkeypatch.setattr(torchvision.datasets, "TinyFake", TinyFake, raising=False)
     with pytest.raises(InputError, match="does not give pairs of an image and a class"):
-        open_source("torchvision:Video")
+        open_source("torchvision:TinyFake")
 
 
 def test_images_of_a_set_made_of_folders_are_named_by_their_paths(tmp_path, monkeypatch):
@@ -239,28 +230,24 @@ def test_inaturalist_takes_its_splits_from_the_annotations(name):
 
 
 def test_inaturalist_without_annotations_images_or_with_other_options(inaturalist, monkeypatch):
-    with pytest.raises(InputError, match="has no option 'target_type': give version alone") as error:
-        open_source("torchvision:INaturalist,target_type=super")
-    one_sentence(error)
-    with pytest.raises(InputError, match="Unknown value '2020' for argument version"):
-        open_source("torchvision:INaturalist,version=2020")
     downloads = []
 
     def fail(dataset):
         downloads.append(dataset.version)
         raise urllib.error.URLError("no network")
 
+    def refusal(options=""):
+        with pytest.raises(InputError) as error:
+            open_source(f"torchvision:INaturalist{options}")
+        return one_sentence(error)
+
     monkeypatch.setattr(torchvision.datasets.INaturalist, "download", fail)
+    assert "'target_type'" in refusal(",target_type=super")
+    assert "'2020'" in refusal(",version=2020")
     (inaturalist / "2018").rename(inaturalist / "away")
-    with pytest.raises(InputError, match=r"INaturalist could not be opened .*no network") as error:
-        open_source("torchvision:INaturalist")
-    one_sentence(error)
+    assert "no network" in refusal()
     assert downloads == ["2018"]
     for split in ("train", "val"):
         (inaturalist / f"{split}2018.json").unlink()
-    with pytest.raises(
-        InputError, match=r"has neither train2018\.json nor val2018\.json in .*: put the annot"
-    ) as error:
-        open_source("torchvision:INaturalist")
-    one_sentence(error)
+    assert "neither train2018.json nor val2018.json" in refusal()
     assert downloads == ["2018"]
