@@ -262,14 +262,11 @@ def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
 def are_jpegs(source: ImageSource) -> bool:
     """Whether most images of a source are usual JPEGs, judged by up to 64 evenly spread ones."""
     looked_at = range(0, len(source), max(1, len(source) // JPEGS_LOOKED_AT))
-    return 2 * sum(_is_jpeg(source, index) for index in looked_at) > len(looked_at)
-
-
-def _is_jpeg(source: ImageSource, index: int) -> bool:
-    try:
-        return jpeg_header(source.encoded(index) or b"") is not None
-    except BadImage:
-        return False
+    found = 0
+    for index in looked_at:
+        with suppress(BadImage):
+            found += jpeg_header(source.encoded(index) or b"") is not None
+    return 2 * found > len(looked_at)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class OpenedImage:
                 return pixels, _scaled(box, pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1])
         pixels = self.decode()
         if tuple(pixels.shape[:2]) != self.size:
-            raise BadImage(self.name, "its header tells another size than it has")
+            raise BadImage(self.name, "its size is not that of its header")
         return pixels, box
 
 

@@ -103,8 +103,7 @@ def _best_matches(line: str, candidates: list[tuple[int, str]]) -> list[int]:
 
 
 def _check_matches(lines: list[str], matches: list[list[int]], path: Path, source: ImageSource) -> None:
-    missing = [line for line, found in zip(lines, matches, strict=True) if not found]
-    if missing:
+    if missing := [line for line, found in zip(lines, matches, strict=True) if not found]:
         raise InputError(
             f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
             "the list that belongs to these data."
@@ -114,12 +113,9 @@ def _check_matches(lines: list[str], matches: list[list[int]], path: Path, sourc
         if len(found) > 1:
             names = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in found[:2])
             raise InputError(f"The name '{line}' in {path} may be {names} of {source.name}: give more of the path.")
-        if found[0] in first_line:
-            raise InputError(
-                f"The list {path} names the image '{source.image_name(found[0])}' twice, as '{first_line[found[0]]}' "
-                f"and as '{line}': remove one of the lines."
-            )
-        first_line[found[0]] = line
+        if (first := first_line.setdefault(found[0], line)) is not line:
+            name = source.image_name(found[0])
+            raise InputError(f"{path} names the image '{name}' twice, as '{first}' and as '{line}': remove one line.")
 
 
 def _agree(name: str, other: str) -> bool:

@@ -198,7 +198,7 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> Vid
 
     A folder's ImageSets choose the sequences of the split, those of 2017 before those of 2016 (split="2016/val" names one);
     without such lists all sequences are taken. Drawn clips are the same for each split, since nothing is trained on them.
-    Where frames are not needed and not there, the masks tell which there are.
+    If frames are neither needed nor there, the masks stand for them.
     """
     kind, _, options = name.partition(":")
     if kind == "scenes":

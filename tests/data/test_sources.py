@@ -104,11 +104,10 @@ def test_scenes():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("scenes:colour=3", "no option 'colour': choose among count, size, seed"),
-        ("scenes:count=many", "option count of scenes is 'many'"),
-        ("scenes:count=0", "option count of scenes is '0'"),
-        ("scenes:size=31", "at least 32"),
-        ("scenes:size", "option size of scenes is ''"),
+        ("scenes:colour=3", "'colour': choose among count, size, seed"),
+        ("scenes:count=many", "count of scenes is 'many'"),
+        ("scenes:count=0", "count of scenes is '0'"),
+        ("scenes:size=31", "'31': .* at least 32"),
     ],
 )
 def test_scene_options_are_checked(name, message):
@@ -128,14 +127,9 @@ def test_sources_can_be_pickled(tmp_path):
         assert torch.equal(copy.read(0), source.read(0))
         assert copy.fingerprint() == source.fingerprint()
         assert copy.name == source.name
-        assert {key: value.tolist() for key, value in copy.labels.items()} == {
-            key: value.tolist() for key, value in source.labels.items()
-        }
-
-
-def test_pickled_tables_leave_the_images_behind(tmp_path):
-    write_parquet(tmp_path / "x.parquet", list(range(250)))
-    assert len(pickle.dumps(open_source(str(tmp_path / "x.parquet")))) < 3000
+    # The images of a table stay behind.
+    write_parquet(tmp_path / "large.parquet", list(range(250)))
+    assert len(pickle.dumps(open_source(str(tmp_path / "large.parquet")))) < 3000
 
 
 @pytest.mark.parametrize("kind", ["parquet", "shard"])

@@ -126,20 +126,14 @@ def test_lists_choose_the_split(tmp_path):
         for name in ("bear", "ant")
         for i in (0, 1)
     ]
-    add_list(root, "2016/val", "\n".join(lines) + "\n")
-    assert names(open_videos(str(root))) == ["bear", "ant"]
+    for release in ("val", "480p/val", "2016/val"):
+        add_list(root, release, "\n".join(lines) + "\n")
+        assert names(open_videos(str(root))) == ["bear", "ant"]
     add_list(root, "2017/val", "cow\r\n\r\nbear\r\n")
     add_list(root, "2017/train", "ant")
     assert names(open_videos(str(root))) == ["cow", "bear"]
     assert names(open_videos(str(root), "train")) == ["ant"]
     assert names(open_videos(str(root), "2016/val")) == ["bear", "ant"]
-
-
-@pytest.mark.parametrize("name", ["480p/val", "val"])
-def test_lists_of_older_releases(tmp_path, name):
-    root = make_davis(tmp_path)
-    add_list(root, name, "/JPEGImages/480p/cow/00000.jpg /Annotations/480p/cow/00000.png")
-    assert names(open_videos(str(root))) == ["cow"]
 
 
 FIRST_MASK = "Annotations/480p/bear/00000.png"
@@ -196,7 +190,7 @@ def test_a_bad_folder_is_told_in_one_sentence(tmp_path, damage):
 def test_what_is_no_folder_is_no_video(tmp_path, monkeypatch, name):
     monkeypatch.chdir(make_davis(tmp_path))
     (tmp_path / "image").write_bytes(b"x")
-    with pytest.raises(InputError, match=f"There are no videos '{name}': give a folder with .* or scenes"):
+    with pytest.raises(InputError, match=f"'{name}'"):
         open_videos(name)
 
 

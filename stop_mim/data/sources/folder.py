@@ -98,7 +98,7 @@ class FileSource(ImageSource):
             try:
                 state = os.stat(self.describe(index))
                 yield from (self.image_name(index), state.st_size, state.st_mtime_ns)
-            except FileNotFoundError:
+            except OSError:
                 yield from (self.image_name(index), -1, -1)
 
 

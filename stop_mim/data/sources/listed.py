@@ -14,7 +14,7 @@ from stop_mim.data.splits import choose_split
 from stop_mim.errors import InputError, first_line
 
 INATURALIST_YEARS = ("2018", "2017", "2019")
-"""The years whose archives hold training and validation images together; only the annotations tell which is which."""
+"""The years whose archives hold training and validation images together; only the annotations separate them."""
 
 # Where the archives of Places205 put the lists and the images, and where people move them to.
 _PLACES205_LISTS = ("trainvalsplit_places205", ".")
@@ -82,7 +82,7 @@ def open_inaturalist(folder: Path, name: str, split: str, year: str, images: Pat
     if not annotations:
         raise InputError(
             f"{name} has neither train{year}.json nor val{year}.json in {folder}: put the annotations of iNaturalist "
-            f"{year} there, since the archive of its images does not tell training and validation images apart."
+            f"{year} there, since the archive holds training and validation images together."
         )
     path = annotations[choose_split(split, annotations, name)]
     pairs, class_names = _read_annotations(path)

@@ -81,7 +81,7 @@ class TorchvisionSource(ImageSource):
         return f"{self.name}[{self.split}]#{index}"
 
     def image_name(self, index: int) -> str:
-        """The path within the dataset's folder of images, or the position where torchvision tells no path."""
+        """The path within the dataset's folder of images, or the position if torchvision has no paths."""
         for attribute in _PATH_ATTRIBUTES:
             entries = getattr(self._dataset, attribute, None)
             if entries is not None and len(entries) == len(self):
