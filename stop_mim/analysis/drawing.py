@@ -1,6 +1,7 @@
 """Colours, sizes, marks and axes that several figures share."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ STYLE: Any = {
 PNG_DPI = 200
 # Least distance between labelled sigmas, as a fraction of the axis.
 LABEL_WIDTH = 0.15
+# Width of labels of vertical axes, in characters.
+LABEL_CHARACTERS = 26
 # Widths in inches of figures over two columns and over one.
 WIDE, NARROW = 7.2, 3.6
 
@@ -147,7 +150,8 @@ def score_label(score: ScoreKey) -> str:
     folder = path.parent.name or path.stem
     data = kind if kind == "scenes" else folder if path.suffix == ".parquet" else path.name
     what = "score" if score.rank is None else "top-1 accuracy (%)"
-    return "\n".join([what, ", ".join(filter(None, [score.name, data]))])
+    words = ", ".join(filter(None, [score.name.replace("/", ", "), data]))
+    return "\n".join([what, *textwrap.wrap(words, LABEL_CHARACTERS)])
 
 
 def seeds_label(runs: Sequence[RunRecords]) -> str:

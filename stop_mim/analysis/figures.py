@@ -347,7 +347,8 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     waves.set(xlabel="frequency (radians / patch)", ylabel="variance of a feature\ncolumns –, rows - -")
     waves.set(xscale="log", yscale="log")
     # The range is often less than a power of ten, for which the default ticks are none or too many.
-    waves.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    low, high = waves.get_ylim()
+    waves.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5)))
     waves.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     waves.yaxis.set_minor_formatter(NullFormatter())
     history.set(xlabel="training step", ylabel=r"noise to signal, $\|An\|\,/\,\|\psi\|$")
