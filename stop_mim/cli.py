@@ -147,10 +147,7 @@ class Pretrain:
 @COMMANDS.register("resume")
 @dataclass(frozen=True)
 class Resume:
-    """Continue a run from its newest checkpoint as if it had not stopped.
-
-    stop-mim resume RUN
-    """
+    """Continue a run from its newest checkpoint as if it had not stopped."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run directory."""
@@ -222,10 +219,7 @@ class Sweep:
 @COMMANDS.register("figure")
 @dataclass(frozen=True)
 class Figure:
-    """Draw the paper's figures from runs, as PDF and PNG.
-
-    stop-mim figure NAME [NAME …] --runs RUN [RUN …]
-    """
+    """Draw the paper's figures from runs, as PDF and PNG."""
 
     names: Annotated[Positional[tuple[str, ...]], arg(metavar="NAME …")]
     """Figures by name, or all."""
@@ -246,10 +240,7 @@ class Figure:
 @COMMANDS.register("report")
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained HTML file about runs, finished or not.
-
-    stop-mim report RUN [RUN …] -o report.html
-    """
+    """Write one self-contained HTML file about runs, finished or not."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN …")]
     """Run directories; several are compared."""
@@ -259,8 +250,6 @@ class Report:
     """At most sixteen images to show the encoders' features of; default: some of the first run's data."""
 
     def __call__(self) -> None:
-        if not self.runs:
-            raise InputError("report needs a run directory: stop-mim report RUN [RUN …] -o report.html.")
         from stop_mim.analysis.report import write_report
 
         write_report(self.runs, self.out, self.images or None, Console())
@@ -269,10 +258,7 @@ class Report:
 @COMMANDS.register("export")
 @dataclass(frozen=True)
 class Export:
-    """Export an encoder for timm, transformers, ONNX or torch.export, with a model card.
-
-    stop-mim export RUN --to timm|hf|onnx|export --out FOLDER [--push OWNER/NAME]
-    """
+    """Export an encoder for timm, transformers, ONNX or torch.export, with a model card."""
 
     encoder: Annotated[Positional[str], arg(metavar="ENCODER")]
     """Run directory, encoder file, or any other name of an encoder."""
@@ -304,10 +290,7 @@ class BenchOptions:
 @COMMANDS.register("bench")
 @dataclass(frozen=True)
 class Bench:
-    """Measure a recipe's training step and its parts on this machine.
-
-    stop-mim bench RECIPE [--bench.compare]
-    """
+    """Measure a recipe's training step and its parts on this machine."""
 
     run: Annotated[Any, arg(constructor_factory=lambda: _recipes(BenchOptions), name="")]
 

@@ -105,7 +105,7 @@ def test_help_and_mistyped_commands_do_not_wait_for_torch():
         (["resume"], "RUN is not given"),
         (["resume", "no/such/run"], "no/such/run"),
         (["export", "run", "--to", "timm"], "--out is not given"),
-        (["report"], "needs a run directory"),
+        (["report"], "No run is given"),
         (
             ["sweep", "tokens", "--low-shot-list", "missing.txt", "--scale", "imagenet", "--data", "scenes"],
             "missing.txt: No such file",
