@@ -70,7 +70,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from stop_mim.constraints import ABOVE_ZERO, Checked
-from stop_mim.evaluation.results import Score
+from stop_mim.results import Score
 from stop_mim.evaluation.task import TASKS, FeatureTask
 
 
