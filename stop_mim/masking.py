@@ -198,9 +198,12 @@ class MultiBlockMasks:
     Args:
         grid: rows and columns of patches.
         n_blocks: target blocks an image.
-        target_scale, context_scale: smallest and largest area, as a fraction of the grid's.
-        target_aspect, context_aspect: smallest and largest height over width.
-        target_tokens, context_tokens: the fixed counts; by default most blocks and contexts have enough patches.
+        target_scale: smallest and largest area of a target block, as a fraction of the grid's.
+        target_aspect: smallest and largest height over width of a target block.
+        context_scale: smallest and largest area of the context block.
+        context_aspect: smallest and largest height over width of the context block.
+        target_tokens: fixed count of patches per target block; by default nine blocks in ten have enough.
+        context_tokens: fixed count of patches per context; by default nineteen layouts in twenty leave enough.
         compat: "release" samples as the released I-JEPA and StoP code does, with its defects.
         min_context: fewest context patches that the release's sampler accepts.
     """
