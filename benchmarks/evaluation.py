@@ -18,10 +18,10 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from stop_mim import create_encoder, load_encoder
-from stop_mim.data.augment import normalise
+from stop_mim.data.augment import TestView, normalise
 from stop_mim.data.image_source import ImageSource
 from stop_mim.evaluation.data import open_task_data
-from stop_mim.evaluation.features import View, centre_view, encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.logistic import TrainingFeatures, choose_penalty
 from stop_mim.evaluation.protocols import choose_protocol
 from stop_mim.evaluation.tasks.knn import knn
@@ -103,7 +103,7 @@ def extraction_speed(device, scale, repeats=3):
     count, batch = int(65_536 * scale), 256
     encoder = create_encoder("small", 224, 16).to(device).eval()
     source = Noise(count, 224)
-    ranks, view = Ranks(0, 1, 1, device), View((224, 224))
+    ranks, view = Ranks(0, 1, 1, device), TestView((224, 224))
 
     def bare():
         images = normalise(source.images[:batch].to(device))
@@ -136,7 +136,7 @@ def memory(device, scale):
     for count in (int(65_536 * scale), int(262_144 * scale)):
         source = Noise(count, 32, stacked=False)
         with tempfile.TemporaryDirectory() as folder:
-            extract_features(encoder, source, View((32, 32)), 4, Ranks(0, 1, 1, device), Path(folder), 512, 0)
+            extract_features(encoder, source, TestView((32, 32)), 4, Ranks(0, 1, 1, device), Path(folder), 512, 0)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
     return {"peak GiB of the process": peaks[0], "with four times the images": peaks[1]}
 
@@ -159,7 +159,7 @@ def agreement(options):
     protocol = choose_protocol("auto", data.train.source, data.label, encoder.image_size)
     parts = []
     for labelled in (data.train, data.test):
-        view = centre_view(protocol.test_view, encoder.image_size)
+        view = protocol.test_view_of(encoder)
         folder = features_folder(encoder_fingerprint(encoder), labelled.source, view, 1, device)
         features = extract_features(encoder, labelled.source, view, 1, Ranks(0, 1, 1, device), folder)
         chosen = torch.isin(features.indices, torch.from_numpy(labelled.indices)).nonzero()[:, 0][: options.most]

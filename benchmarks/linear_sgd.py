@@ -4,19 +4,22 @@ python benchmarks/linear_sgd.py ENCODER DATA --images-a-class 50 500
 """
 
 import argparse
+import itertools
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from stop_mim import load_encoder
-from stop_mim.data.augment import AugmentConfig
+from stop_mim.data.augment import AugmentConfig, TestView
+from stop_mim.data.batches import Batch
 from stop_mim.data.image_lists import draw_per_class
 from stop_mim.data.labelled import LabelledSet
-from stop_mim.data.order import ShuffledOrder
 from stop_mim.evaluation.data import open_task_data
-from stop_mim.evaluation.features import View, encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.labelled_training import Conditions
 from stop_mim.evaluation.logistic import top_accuracy
 from stop_mim.evaluation.protocols import PROTOCOLS
@@ -28,28 +31,16 @@ from stop_mim.training.distributed import Ranks
 PLAIN_LRS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
-class StoredBatches:
-    """Features of shuffled images instead of the images."""
-
-    def __init__(self, features, labels, order):
-        self.features, self.labels, self.order = features, labels, order
-
-    def __len__(self):
-        return len(self.order)
-
-    def epoch(self, number):
-        for rows in self.order.batches(number):
-            yield self.features[rows], self.labels[rows]
-
-
 class StoredTraining(LinearTraining):
     """Heads that learn from stored features of whole images."""
 
     stored: torch.Tensor
 
-    def batches(self):
-        order = ShuffledOrder(len(self.used), self.batch_size, self.seed, drop_last=False)
-        return StoredBatches(self.stored[self.used.indices], torch.from_numpy(self.used.classes), order)
+    def batches(self, first):
+        classes = torch.from_numpy(self.used.labels)
+        for number in itertools.count(first):
+            indices = self.order.indices(number)
+            yield Batch(self.stored[indices], classes[indices], indices)
 
     def features(self, images):
         return images
@@ -85,11 +76,12 @@ def compare(encoder, data, stored, images_a_class, arguments, ranks):
     fast = {score.name: score.value for score in fast if score.metric == "top1"}
     print(f"{len(train)} images, fast: {fast['top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
     print({name: round(value, 2) for name, value in fast.items()}, flush=True)
-    conditions = Conditions("resize_flip", "resize", AugmentConfig(), arguments.seed, ranks, SpeedConfig())
     for name, protocol in protocols(arguments.epochs).items():
-        run = StoredTraining(encoder, train, protocol, 256, conditions)
+        conditions = Conditions(protocol, AugmentConfig(), arguments.seed, ranks, SpeedConfig())
+        run = StoredTraining(encoder, train, 256, conditions)
         run.stored, start = stored[0], time.perf_counter()
-        run.train()
+        with tempfile.TemporaryDirectory() as folder:
+            run.train(Path(folder) / "state")
         held_out = run.scores(stored[0][run.held_out.indices], torch.from_numpy(run.held_out.classes))
         tested, best = run.scores(stored[1], test_labels), int(np.argmax(held_out))
         print(
@@ -115,7 +107,7 @@ def main():
         parser.error(f"{arguments.encoder} has {encoder.depth} layers: name an encoder of at least four")
     if arguments.image_size is not None:
         encoder.image_size = (arguments.image_size, arguments.image_size)
-    view, stored = View(encoder.image_size), []
+    view, stored = TestView(encoder.image_size, None, encoder.mean, encoder.std), []
     for part in (data.train, data.test):
         folder = features_folder(encoder_fingerprint(encoder), part.source, view, 4, ranks.device)
         features = extract_features(encoder, part.source, view, 4, ranks, folder)

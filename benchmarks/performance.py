@@ -148,7 +148,7 @@ def _other_work(run: Parts, counts: TokenCounts, name: str):
     inputs = run.inputs
     setting = Setting(run.config, inputs.ranks.device, counts, inputs.per_device, inputs.batches_per_step, run.autocast)
     contender = load_contenders()[name](setting)
-    images, given = next(run.images.starting_at(0)), inputs.draw_masks(0)
+    images, given = next(run.images.starting_at(0)).images, inputs.draw_masks(0)
 
     def work() -> tuple[int, int]:
         masks = contender.collate() if name == OTHERS["plain"] else given

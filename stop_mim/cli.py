@@ -6,6 +6,7 @@ Modules that import torch are imported inside functions, so that help and mistyp
 import contextlib
 import dataclasses
 import difflib
+import errno
 import functools
 import inspect
 import operator
@@ -55,11 +56,18 @@ TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
 EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
 SWEEP_CONFIG = "stop_mim.sweeps.plan:SweepConfig"
 BENCH_CONFIG = "stop_mim.benchmark.config:BenchConfig"
-# What the first argument of a command names, and where its choices are.
+# Commands whose first argument is a name, and the registry of these names.
 NAMED = {
-    "pretrain": ("recipe", "stop_mim.training.recipes:RECIPES"),
-    "bench": ("recipe", "stop_mim.training.recipes:RECIPES"),
-    "sweep": ("sweep", "stop_mim.sweeps.grid:SWEEPS"),
+    "pretrain": "stop_mim.training.recipes:RECIPES",
+    "bench": "stop_mim.training.recipes:RECIPES",
+    "sweep": "stop_mim.sweeps.grid:SWEEPS",
+}
+# What to do about failed file operations.
+REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "check the permissions, or choose another path",
+    errno.EROFS: "choose another path",
+    errno.ENOSPC: "free some space, or choose another path",
 }
 
 
@@ -116,7 +124,12 @@ class PretrainOptions:
 @COMMANDS.register("pretrain")
 @dataclass(frozen=True)
 class Pretrain:
-    """Train an encoder on your images: stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]."""
+    """Train an encoder on your images.
+
+    stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]
+
+    `stop-mim pretrain RECIPE --help` lists all options.
+    """
 
     run: Annotated[Any, arg(constructor_factory=lambda: _recipes(PretrainOptions), name="")]
 
@@ -134,7 +147,7 @@ class Pretrain:
 @COMMANDS.register("resume")
 @dataclass(frozen=True)
 class Resume:
-    """Continue a run from its newest checkpoint as if it had not stopped: stop-mim resume RUN."""
+    """Continue a run from its newest checkpoint as if it had not stopped."""
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run directory."""
@@ -153,7 +166,10 @@ class Resume:
 @COMMANDS.register("evaluate")
 @dataclass(frozen=True)
 class Evaluate:
-    """Score encoders: stop-mim evaluate ENCODER [ENCODER …] --task TASK [TASK …] --data NAME."""
+    """Score encoders: linear probes, kNN, few labels, fine-tuning, video.
+
+    stop-mim evaluate ENCODER [ENCODER …] --task TASK [TASK …] --data NAME
+    """
 
     encoders: Annotated[Positional[tuple[str, ...]], arg(metavar="ENCODER …")]
     """Run directories, encoder files, timm:NAME, hf:NAME, untrained:RUN or masks:FOLDER."""
@@ -176,7 +192,9 @@ class SweepOptions:
 @COMMANDS.register("sweep")
 @dataclass(frozen=True)
 class Sweep:
-    """Compare variants over seeds, as in the paper's ablations: stop-mim sweep NAME [--dry-run] [--GROUP.FIELD VALUE …].
+    """Compare variants over seeds, as in the paper's ablations.
+
+    stop-mim sweep NAME [--dry-run] [--GROUP.FIELD VALUE …]
 
     Options with a group, such as --optim.lr, go to `pretrain`, those of the group speed also to `evaluate`.
     """
@@ -201,7 +219,7 @@ class Sweep:
 @COMMANDS.register("figure")
 @dataclass(frozen=True)
 class Figure:
-    """Draw the paper's figures from runs, as PDF and PNG: stop-mim figure NAME [NAME …] --runs RUN [RUN …]."""
+    """Draw the paper's figures from runs, as PDF and PNG."""
 
     names: Annotated[Positional[tuple[str, ...]], arg(metavar="NAME …")]
     """Figures by name, or all."""
@@ -222,7 +240,7 @@ class Figure:
 @COMMANDS.register("report")
 @dataclass(frozen=True)
 class Report:
-    """Write one self-contained HTML file about runs, finished or not: stop-mim report RUN [RUN …] -o report.html."""
+    """Write one self-contained HTML file about runs, finished or not."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN …")]
     """Run directories; several are compared."""
@@ -232,8 +250,6 @@ class Report:
     """At most sixteen images to show the encoders' features of; default: some of the first run's data."""
 
     def __call__(self) -> None:
-        if not self.runs:
-            raise InputError("report needs a run directory: stop-mim report RUN [RUN …] -o report.html.")
         from stop_mim.analysis.report import write_report
 
         write_report(self.runs, self.out, self.images or None, Console())
@@ -242,7 +258,7 @@ class Report:
 @COMMANDS.register("export")
 @dataclass(frozen=True)
 class Export:
-    """Export an encoder with a model card: stop-mim export RUN --to timm|hf|onnx|export --out FOLDER [--push OWNER/NAME]."""
+    """Export an encoder for timm, transformers, ONNX or torch.export, with a model card."""
 
     encoder: Annotated[Positional[str], arg(metavar="ENCODER")]
     """Run directory, encoder file, or any other name of an encoder."""
@@ -274,7 +290,7 @@ class BenchOptions:
 @COMMANDS.register("bench")
 @dataclass(frozen=True)
 class Bench:
-    """Measure a recipe's training step and its parts on this machine: stop-mim bench RECIPE [--bench.compare]."""
+    """Measure a recipe's training step and its parts on this machine."""
 
     run: Annotated[Any, arg(constructor_factory=lambda: _recipes(BenchOptions), name="")]
 
@@ -310,8 +326,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_exit_code("SIGPIPE"))
     except OSError as error:
         path = error.filename2 or error.filename
-        reason = error.strerror or str(error) or type(error).__name__
-        _fail(f"{os.fsdecode(path)}: {reason}." if isinstance(path, str | bytes | Path) else f"{reason}.", EXIT_INPUT)
+        parts = [os.fsdecode(path)] if isinstance(path, str | bytes | Path) else []
+        parts.append(error.strerror or str(error) or type(error).__name__)
+        _fail(": ".join([*parts, *filter(None, [REMEDIES.get(error.errno or 0)])]) + ".", EXIT_INPUT)
 
 
 def _run(given: list[str]) -> None:
@@ -336,18 +353,16 @@ def _check_name(command: str, name: str = "") -> None:
     """Raise InputError unless a command that needs the name of a recipe or sweep is followed by one, or by --help."""
     if command not in NAMED or name in HELP:
         return
-    kind, path = NAMED[command]
-    choices = list(pkgutil.resolve_name(path))
-    known = f"choose one of {', '.join(choices)}."
+    registry: Registry[Any] = pkgutil.resolve_name(NAMED[command])
     if not name or name.startswith("-"):
-        raise InputError(f"{command} needs the name of a {kind} first: {known}")
-    if name not in choices:
-        raise InputError(f"There is no {kind} '{name}': {_nearest(name, choices)}{known}")
+        raise InputError(f"{command} needs the name of a {registry.kind} first: choose one of {', '.join(registry)}.")
+    registry.find(name)
 
 
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
     """Return the help of a command, and its defaults where these depend on the arguments."""
-    settings: dict[str, Any] = {"description": inspect.cleandoc(COMMANDS[name].__doc__)}
+    text = inspect.cleandoc(COMMANDS[name].__doc__)
+    settings: dict[str, Any] = {"description": text if name == given[0] else text.splitlines()[0]}
     if name == given[0] == "figure":
         from stop_mim.analysis.figures import FIGURES
 
@@ -369,17 +384,23 @@ def _parse(kind: Any, given: Sequence[str], **options: Any) -> tuple[Any, list[s
 
 def _refuse(event: Any) -> None:
     """Raise InputError for arguments that tyro rejects; it prints a message of its own for events not listed here."""
+    if isinstance(event, tyro_errors.MissingArgs):
+        missing = event.missing_arguments[0].arg
+        name = missing.lowered.metavar if missing.is_positional() else missing.display_name()
+        raise InputError(f"{name} is not given: --help describes it.")
     shown = getattr(event, "argument", None)
-    flag = shown.display_name() if shown is not None else ""
+    if shown is None:
+        if isinstance(event, tyro_errors.InstantiationFailure):
+            # The message of a config that refuses its values.
+            raise InputError(event.message)
+        return
+    flag, takes = shown.display_name(), shown.lowered.metavar
     if isinstance(event, tyro_errors.InstantiationFailure):
-        # Without a flag, this is the message of a config that refuses its values.
-        raise InputError(f"{flag}: {event.message.rstrip('.')}: --help describes it." if flag else event.message)
+        raise InputError(f"{flag} takes {takes}: {event.message.rstrip('.')}.")
     if isinstance(event, tyro_errors.InvalidChoice):
         raise InputError(f"{flag} is '{event.value}': choose {' or '.join(event.choices)}.")
     if isinstance(event, tyro_errors.BadValue):
-        raise InputError(f"{flag} lacks a value: --help describes it.")
-    if isinstance(event, tyro_errors.MissingArgs):
-        raise InputError(f"{event.missing_arguments[0].arg.display_name()} is not given: --help describes it.")
+        raise InputError(f"{flag} takes {takes}: a value is missing.")
 
 
 def _refuse_unknown(unknown: Sequence[str], *options: object) -> None:
@@ -389,8 +410,13 @@ def _refuse_unknown(unknown: Sequence[str], *options: object) -> None:
     name = unknown[0].partition("=")[0]
     if not name.startswith("-"):
         raise InputError(f"'{name}' is not expected: --help shows what can be given.")
-    close = _nearest(name.lstrip("-").replace("_", "-"), [flag for one in options for flag in _flags(one)], "--")
-    raise InputError(f"There is no option {name}: {close}--help lists all options.")
+    wanted, flags = name.lstrip("-").replace("_", "-"), [flag for one in options for flag in _flags(one)]
+    # An option without its group, or else a mistyped one.
+    close = [flag for flag in flags if flag.rpartition(".")[2] == wanted] or difflib.get_close_matches(
+        wanted, flags, cutoff=0.5
+    )
+    remedy = f"did you mean --{close[0]}?" if close else "--help lists all options."
+    raise InputError(f"There is no option {name}: {remedy}")
 
 
 def _flags(options: Any, prefix: str = "") -> Iterator[str]:
@@ -400,11 +426,6 @@ def _flags(options: Any, prefix: str = "") -> Iterator[str]:
             yield from _flags(value, prefix if one.name in UNPREFIXED else f"{prefix}{one.name}.")
         else:
             yield f"{prefix}{one.name}".replace("_", "-")
-
-
-def _nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {prefix}{close[0]}? " if close else ""
 
 
 def _report_end(result: "TrainResult") -> None:

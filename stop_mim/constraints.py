@@ -38,7 +38,6 @@ class Number:
     below: float = math.inf
 
     def holds(self, value: Any) -> bool:
-        """Whether the number is finite and within the bounds."""
         inside = self.at_least <= value <= self.at_most and self.above < value < self.below
         return math.isfinite(value) and inside
 
@@ -57,11 +56,9 @@ class Each:
 
     @property
     def remedy(self) -> str:
-        """That of the elements."""
         return f"{self.constraint.remedy}, for each element"
 
     def holds(self, value: Any) -> bool:
-        """Whether there are elements and all are allowed."""
         return len(value) > 0 and all(self.constraint.holds(element) for element in value)
 
 
@@ -73,12 +70,10 @@ class Interval:
 
     @property
     def remedy(self) -> str:
-        """What to give."""
         bound = "" if math.isinf(self.at_most) else f" of at most {self.at_most:g}"
         return f"give two numbers{bound} above 0, the smaller one first"
 
     def holds(self, value: Any) -> bool:
-        """Whether both are finite, positive and in order."""
         low, high = value
         return 0 < low <= high <= self.at_most and math.isfinite(high)
 

@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -65,6 +65,18 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def remove_temporaries(folder: Path, names: Iterable[str]) -> None:
+    """Remove temporary files that `write_atomically` left in a folder because the process was killed.
+
+    Args:
+        folder: the folder.
+        names: names of the files that were written, or glob patterns of them; nobody else may be writing them.
+    """
+    for name in names:
+        for temporary in folder.glob(f".{name}.????????"):
+            temporary.unlink(missing_ok=True)
+
+
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
     """Hold the lock file `path`, which is removed in the end; yields False if another process holds it.
@@ -85,10 +97,6 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
                 if is_ours and is_current:
                     path.unlink(missing_ok=True)
             return
-
-
-# The name that the run directory still uses.
-held = locked
 
 
 def _lock(file: IO[bytes], wait: bool) -> bool:

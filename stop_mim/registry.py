@@ -51,8 +51,8 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         if name in self._entries:
             return self._entries[name]
         close = difflib.get_close_matches(name, self._entries, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        raise InputError(f"There is no {self.kind} '{name}': {hint}choose one of {', '.join(self._entries)}.")
+        remedy = f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(self._entries)}."
+        raise InputError(f"There is no {self.kind} '{name}': {remedy}")
 
     def __getitem__(self, name: str) -> Entry:
         self._load()

@@ -21,6 +21,14 @@ install_import_hook([f"stop_mim.{name}" for name in SHAPED], CHECKER)
 REAL_DATA = Path(os.environ.get("STOP_MIM_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that are marked gpu where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture
 def real_data() -> Callable[[str], Path]:
     """The folder of a real data set by its name; the test is skipped where there is none."""

@@ -235,7 +235,7 @@ def test_what_cannot_fit_is_refused_with_numbers(make, words):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_sampling_on_the_gpu_never_waits_for_it():
     samplers = [MultiBlockMasks(14), RandomMasks(14)]
     generator = torch.Generator("cuda").manual_seed(0)

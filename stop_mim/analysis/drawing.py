@@ -1,6 +1,7 @@
 """Colours, sizes, marks and axes that several figures share."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 from torch import Tensor
 
-from stop_mim.analysis.runs import RunRecords, ScoreKey, Spread, grouped, noise_of
+from stop_mim.analysis.runs import RunRecords, ScoreKey, grouped, noise_of
 from stop_mim.files import write_atomically
 from stop_mim.positions import Grid
+from stop_mim.sweeps.summary import Spread
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
@@ -40,6 +42,8 @@ STYLE: Any = {
 PNG_DPI = 200
 # Least distance between labelled sigmas, as a fraction of the axis.
 LABEL_WIDTH = 0.15
+# Width of labels of vertical axes, in characters.
+LABEL_CHARACTERS = 26
 # Widths in inches of figures over two columns and over one.
 WIDE, NARROW = 7.2, 3.6
 
@@ -102,7 +106,7 @@ def draw_against_sigma(axes: Axes, spreads: dict[str, dict[float, Spread]], band
     level = spreads.get("none", {}).get(0.0)
     if level is not None:
         axes.axhline(level.mean, color=GREY, linestyle="--", label="fixed positions (σ = 0)")
-        if level.count > 1:
+        if level.std is not None:
             axes.axhspan(level.mean - level.std, level.mean + level.std, color=GREY, alpha=0.2, linewidth=0)
     known = {"tied": "learned, Σ = σAAᵀ (StoP)", "identity": "fixed, Σ = σI"}
     forms = dict.fromkeys(form for form in (*known, *sorted(spreads)) if form in spreads and form != "none")
@@ -110,7 +114,7 @@ def draw_against_sigma(axes: Axes, spreads: dict[str, dict[float, Spread]], band
         # Bars are drawn side by side, so that they do not hide each other.
         sigmas = [sigma * (1 if bands else 1.06**number) for sigma in spreads[form]]
         means = [value.mean for value in spreads[form].values()]
-        stds = [0.0 if math.isnan(value.std) else value.std for value in spreads[form].values()]
+        stds = [value.std or 0.0 for value in spreads[form].values()]
         if bands:
             axes.plot(sigmas, means, color=colour, marker=marker, label=known.get(form, form))
             low, high = ([mean + sign * std for mean, std in zip(means, stds, strict=True)] for sign in (-1, 1))
@@ -147,7 +151,8 @@ def score_label(score: ScoreKey) -> str:
     folder = path.parent.name or path.stem
     data = kind if kind == "scenes" else folder if path.suffix == ".parquet" else path.name
     what = "score" if score.rank is None else "top-1 accuracy (%)"
-    return "\n".join([what, ", ".join(filter(None, [score.name, data]))])
+    words = ", ".join(filter(None, [score.name.replace("/", ", "), data]))
+    return "\n".join([what, *textwrap.wrap(words, LABEL_CHARACTERS)])
 
 
 def seeds_label(runs: Sequence[RunRecords]) -> str:

@@ -55,7 +55,6 @@ from stop_mim.analysis.runs import (
     Noise,
     RunRecords,
     ScoreKey,
-    Spread,
     check_comparable,
     check_same_grid,
     common_score,
@@ -69,6 +68,7 @@ from stop_mim.errors import InputError
 from stop_mim.positions import StochasticPositions
 from stop_mim.registry import Registry
 from stop_mim.seeds import seeded_generator
+from stop_mim.sweeps.summary import Spread
 from stop_mim.training.config import PositionsConfig
 
 FIGURES: Registry[Callable[[Sequence[Path], str | None], Figure]] = Registry("figure")
@@ -172,9 +172,9 @@ def _scores_beside(
 
 def _draw_bars(axes: Axes, score: ScoreKey, spreads: dict[str, Spread]) -> None:
     values = list(spreads.values())
-    stds = [0.0 if math.isnan(value.std) else value.std for value in values]
+    stds = [value.std or 0.0 for value in values]
     axes.bar(range(2), [value.mean for value in values], yerr=stds, color=[GREY, BLUE], width=0.6, capsize=3)
-    names = [f"{name.removesuffix(' positions')}\nn = {value.count}" for name, value in spreads.items()]
+    names = [f"{name.removesuffix(' positions')}\nn = {value.n}" for name, value in spreads.items()]
     axes.set_xticks(range(2), names)
     axes.set_ylabel(score_label(score))
 
@@ -347,7 +347,8 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     waves.set(xlabel="frequency (radians / patch)", ylabel="variance of a feature\ncolumns –, rows - -")
     waves.set(xscale="log", yscale="log")
     # The range is often less than a power of ten, for which the default ticks are none or too many.
-    waves.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    low, high = waves.get_ylim()
+    waves.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5)))
     waves.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     waves.yaxis.set_minor_formatter(NullFormatter())
     history.set(xlabel="training step", ylabel=r"noise to signal, $\|An\|\,/\,\|\psi\|$")

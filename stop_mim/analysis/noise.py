@@ -83,9 +83,6 @@ def noisy_positions(
     positions: Positions, patch: int, draws: int, generator: torch.Generator
 ) -> Float[Tensor, "draws dim"]:
     """Sample ψ̂ of a patch, without the mask token or bias of masked tokens."""
-    if not 0 <= patch < len(positions.table()):
-        rows, columns = positions.grid
-        raise InputError(f"The patch is {patch}: give one of 0 to {rows * columns - 1}, of {rows}x{columns} patches.")
     indices = torch.full((1, draws), patch)
     with torch.no_grad():
         if isinstance(positions, StochasticPositions):

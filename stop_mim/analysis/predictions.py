@@ -107,10 +107,6 @@ def patch_features(
 def pca_maps(features: Float[Tensor, "batch n_patches dim"], grid: Grid) -> Float[Tensor, "batch rows columns 3"]:
     """Return the first three principal components of all patches' features as red, green and blue in 0..1."""
     patches = features.flatten(0, 1).double()
-    if min(patches.shape) < PCA_COMPONENTS:
-        raise InputError(
-            f"There are {len(patches)} patches of {patches.shape[1]} features: principal components need three of each."
-        )
     # The largest loading of a component is positive, so that the same features have the same colours.
     components = torch.from_numpy(PCA(PCA_COMPONENTS, svd_solver="full").fit_transform(patches.numpy()))
     ends = torch.tensor([PCA_OUTLIERS, 1 - PCA_OUTLIERS], dtype=torch.float64)

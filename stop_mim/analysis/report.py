@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from rich.markup import escape
 
 import stop_mim
 from stop_mim.analysis.report_data import Looks, Pictures, Plain, charts, choose_pictures, look_at, picture_url
-from stop_mim.analysis.runs import RunRecords, check_same_grid, flat_fields, open_run, read_records
+from stop_mim.analysis.runs import RunRecords, check_same_grid, open_run, read_records
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable, write_atomically
+from stop_mim.sweeps.grid import changes
 from stop_mim.training.callbacks.health import HealthSigns, find_symptoms
 from stop_mim.training.config import to_json
 from stop_mim.training.run_folder import RunFolder
@@ -135,10 +137,9 @@ def _look(run: RunRecords, pictures: Pictures, n_runs: int) -> Looks:
 def _sessions(run: RunRecords) -> list[Plain]:
     """Return the versions and hardware of each session of a run."""
     try:
-        found = json.loads(RunFolder(run.path).environment_file.read_text())
+        return json.loads(RunFolder(run.path).environment_file.read_text())
     except (FileNotFoundError, ValueError):
         return []
-    return [session for session in found if isinstance(session, dict)] if isinstance(found, list) else []
 
 
 def embedded_json(value: Any) -> str:
@@ -191,12 +192,10 @@ def summary_table(runs: Sequence[RunRecords], names: Sequence[str], looks: Seque
 
 def settings_table(runs: Sequence[RunRecords], names: Sequence[str], sessions: Sequence[list[Plain]]) -> Table:
     """Return the main config fields, all fields in which the runs differ, and where they were trained."""
-    configs = [flat_fields(run.config) for run in runs]
-    differing = [name for name in configs[0] if len({repr(config[name]) for config in configs}) > 1 and name != "out"]
-    shown = dict.fromkeys([name for name in MAIN_FIELDS if name in configs[0]] + differing)
+    differing = [name for run in runs[1:] for name in changes(runs[0].config, run.config) if name != "out"]
     columns = [
-        {name: str(config[name]) for name in shown} | _where(session)
-        for config, session in zip(configs, sessions, strict=True)
+        {name: str(attrgetter(name)(run.config)) for name in (*MAIN_FIELDS, *differing)} | _where(session)
+        for run, session in zip(runs, sessions, strict=True)
     ]
     return _by_run("Settings", names, columns)
 
@@ -205,13 +204,11 @@ def _where(sessions: Sequence[Plain]) -> dict[str, str]:
     if not sessions:
         return {}
     first, last = sessions[0], sessions[-1]
-    packages = last.get("packages")
-    versions = packages.items() if isinstance(packages, dict) else ()
     return {
         "recipe": str(first.get("recipe", "custom")),
         "started": f"{first.get('started', NOTHING)}, {len(sessions)} session{'s' * (len(sessions) > 1)}",
         "hardware": str(last.get("gpu") or last.get("platform", NOTHING)),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions if version),
+        "versions": ", ".join(f"{name} {version}" for name, version in last.get("packages", {}).items() if version),
     }
 
 

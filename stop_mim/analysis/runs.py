@@ -1,17 +1,19 @@
 """Runs opened for analysis: config, status, metrics, scores and newest weights; and runs compared in groups."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from stop_mim.errors import InputError
-from stop_mim.evaluation.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.models.build import build_objective
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
+from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
+from stop_mim.sweeps.grid import changes
+from stop_mim.sweeps.plan import WITHOUT_EFFECT
+from stop_mim.sweeps.summary import Spread, spread
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder, read_metrics
@@ -22,7 +24,6 @@ PAPERS_AMOUNT = "1%"
 ONLINE = ("probe/linear_top1", "probe/knn_top1")
 # Config fields that do not change what is learned.
 INCIDENTAL = {"out", "seed", "stop_after_steps"}
-INCIDENTAL_GROUPS = ("speed.", "log.", "checkpoint.")
 # Fields that describe the noise, and those without meaning where there is none.
 NOISE = {"positions.kind", "positions.sigma", "positions.covariance"}
 NOISE_DETAILS = {f"positions.{name}" for name in ("sigma_start", "sigma_schedule", "apply_to", "conditioned")}
@@ -86,18 +87,15 @@ class RunRecords:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
         return self.path.resolve().name
 
     @property
     def grid(self) -> Grid:
-        """Rows and columns of patches."""
         (height, width), patch = self.config.encoder.image_size, self.config.encoder.patch_size
         return height // patch, width // patch
 
     @property
     def last_step(self) -> int:
-        """The last step in the metrics."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
@@ -228,22 +226,7 @@ def _differences(one: TrainConfig, other: TrainConfig) -> list[str]:
     """Return the fields in which two configs differ, except those about noise and those that change nothing."""
     silent = "none" in (noise_of(one).form, noise_of(other).form)
     free = INCIDENTAL | NOISE | (NOISE_DETAILS if silent else set())
-    ours, theirs = flat_fields(one), flat_fields(other)
-    differing = [name for name, value in ours.items() if theirs[name] != value and name not in free]
-    return [name for name in differing if not name.startswith(INCIDENTAL_GROUPS)]
-
-
-def flat_fields(config: TrainConfig) -> dict[str, Any]:
-    """Return all fields of a config by their names on the command line, such as optim.lr."""
-
-    def walk(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    return dict(walk(dataclasses.asdict(config), ""))
+    return [name for name in changes(one, other) if name not in free and not name.startswith(WITHOUT_EFFECT)]
 
 
 def common_score(runs: Sequence[RunRecords], name: str | None = None) -> ScoreKey:
@@ -265,22 +248,6 @@ def common_score(runs: Sequence[RunRecords], name: str | None = None) -> ScoreKe
                 f"The run {run.path} has no score '{name}' that was measured alike: evaluate all runs alike."
             )
     return key
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and unbiased standard deviation over seeds; the deviation of one value is nan."""
-
-    mean: float
-    std: float
-    count: int
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Return the spread of values."""
-    mean = math.fsum(values) / len(values)
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    return Spread(mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else math.nan, len(values))
 
 
 def grouped(runs: Sequence[RunRecords], key: Callable[[RunRecords], Key]) -> dict[Key, list[RunRecords]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stop_mim.seeds import derive_seed, seeded_generator
 
 Clean = Callable[[Tensor], Tensor]
-Tying = Literal["tied", "untied", "deterministic"]
+Tying = Literal["tied", "untied"]
 
 # Number of standard deviations beyond which a Gaussian is negligible in double precision.
 REACH = 8.0
@@ -53,11 +53,11 @@ def normal_prior(std: float, n_points: int = 1201) -> Prior:
     return Prior(points, torch.softmax(-0.5 * (points / std).square(), 0))
 
 
-def convolution(clean: Clean, noisy: Float[Tensor, " n"], noise_std: float = 1.0) -> Float[Tensor, " n"]:
-    """Return the clean values convolved with the density of the noise: proposition 1 as the paper writes it."""
+def convolution(clean: Clean, noisy: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """Return the clean values convolved with the density of the noise, N(0, 1): proposition 1 as the paper writes it."""
     z = torch.linspace(-REACH, REACH, 1001, dtype=torch.float64)
     weights = torch.softmax(-0.5 * z.square(), 0)
-    return clean(noisy.double()[:, None] + noise_std * z) @ weights
+    return clean(noisy.double()[:, None] + z) @ weights
 
 
 def optimal_predictor(clean: Clean, prior: Prior, noisy: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -199,14 +199,10 @@ def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: 
 
 @dataclass(frozen=True)
 class ToyHistory:
-    """Norms and loss while a toy model is trained; without noise, the norm of the noise factor is zero."""
+    """The Frobenius norm of the matrix that projects the noise, while a toy model is trained."""
 
     steps: list[int]
     noise_norm: list[float]
-    """Frobenius norm of the matrix that projects the noise."""
-    context_norm: list[float]
-    """Frobenius norm of the matrix that projects the context."""
-    loss: list[float]
 
 
 def train_toy(task: ToyTask, tying: Tying, steps: int = 600, seed: int = 0) -> ToyHistory:
@@ -218,19 +214,16 @@ def train_toy(task: ToyTask, tying: Tying, steps: int = 600, seed: int = 0) -> T
         nn.Parameter(0.3 * torch.randn(task.dim, task.encoder_dim, generator=start, dtype=torch.float64))
         for _ in range(2)
     )
-    A = {"tied": B, "untied": own, "deterministic": None}[tying]
-    learned = [*predictor.parameters(), B, *([own] if tying == "untied" else [])]
-    optimiser = torch.optim.Adam(learned, lr)
+    A = B if tying == "tied" else own
+    optimiser = torch.optim.Adam(dict.fromkeys([*predictor.parameters(), B, A]), lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     generator = seeded_generator("cpu", seed, "examples")
-    history = ToyHistory([], [], [], [])
+    history = ToyHistory([], [])
     for step in range(steps + 1):
         loss = predictor(task.sample(batch_size, generator), B, A)
         if step % max(1, steps // 60) == 0 or step == steps:
             history.steps.append(step)
-            history.noise_norm.append(0.0 if A is None else A.norm().item())
-            history.context_norm.append(B.norm().item())
-            history.loss.append(loss.item())
+            history.noise_norm.append(A.norm().item())
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

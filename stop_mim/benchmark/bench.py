@@ -5,9 +5,10 @@ The step is the trainer's own: `pretrain.assemble` builds it here as it does for
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from rich.console import Console
 
 from stop_mim.benchmark.comparison import (
     ON_DEVICE,
-    Batch,
     Maker,
+    MaskedBatch,
     Setting,
     check_comparable,
     encoder_dimensions,
@@ -38,7 +39,8 @@ from stop_mim.benchmark.timing import (
     peak_memory,
 )
 from stop_mim.constraints import check_effects
-from stop_mim.data import batches as data
+from stop_mim.data.batches import Batch
+from stop_mim.data.order import Order, ShuffledOrder
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
 from stop_mim.seeds import seeded_generator
@@ -47,7 +49,7 @@ from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks, choose_device
 from stop_mim.training.inputs import StepInputs
-from stop_mim.training.pretrain import Images, Parts, assemble, open_images
+from stop_mim.training.pretrain import Parts, assemble
 from stop_mim.training.run_folder import environment
 
 # Length of an epoch of synthetic images; long enough for the step to be compiled as in a real run.
@@ -93,20 +95,27 @@ def run_bench(
 def open_run(config: TrainConfig, uses_data: bool, display: ProgressDisplay, warn: Callable[[str], None]) -> Parts:
     """Assemble the run as training does, in one process and without a run directory."""
     inputs = StepInputs(config, Ranks(0, 1, 1, one_device(config)))
-    images = open_images(config, inputs, None, display) if uses_data else synthetic_images(config, inputs)
-    return assemble(config, inputs, images, display.say, warn)
+    images = inputs.open_images(progress=partial(display.update, "decoding images")) if uses_data else None
+    return assemble(config, inputs, images or SyntheticImages(inputs), display.say, warn)
 
 
-def synthetic_images(config: TrainConfig, inputs: StepInputs) -> Images:
-    """Return one batch of random numbers on the device, again and again."""
-    device = inputs.ranks.device
-    shape = (inputs.per_device, 3, *config.encoder.image_size)
-    generator = seeded_generator(device, config.seed, "bench images")
-    images = torch.randn(shape, device=device, generator=generator)
-    batch = data.Batch(images, None, torch.arange(inputs.per_device))
-    return Images(
-        lambda first: (one for one in repeat(batch)), SYNTHETIC_STEPS_PER_EPOCH, "synthetic, on the device", {}
-    )
+class SyntheticImages:
+    """One batch of random numbers on the device, again and again."""
+
+    description = "synthetic, on the device"
+
+    def __init__(self, inputs: StepInputs) -> None:
+        config, device = inputs.config, inputs.ranks.device
+        generator = seeded_generator(device, config.seed, "bench images")
+        shape = (inputs.per_device, 3, *config.encoder.image_size)
+        images = torch.randn(shape, device=device, generator=generator)
+        self._batch = Batch(images, None, torch.arange(inputs.per_device))
+        epoch = SYNTHETIC_STEPS_PER_EPOCH * config.optim.batch_size
+        self.order: Order = ShuffledOrder(epoch, inputs.per_device, batches_per_step=inputs.batches_per_step)
+
+    def starting_at(self, batch: int = 0) -> Generator[Batch, None, None]:
+        """Yield the batch without end."""
+        yield from repeat(self._batch)
 
 
 @contextmanager
@@ -118,7 +127,7 @@ def steps_of(run: Parts) -> Iterator[Work]:
 
 def measure_run(
     config: TrainConfig, bench: BenchConfig, recipe: str, display: ProgressDisplay, show: Callable[[str], None]
-) -> tuple[BenchReport, Setting, Batch]:
+) -> tuple[BenchReport, Setting, MaskedBatch]:
     """Measure the step and its parts; return the sizes and a batch too, for the comparison."""
     device, uses_data, notes = one_device(config), bench.images == "data", [PARTS_NOTE]
 
@@ -148,7 +157,7 @@ def measure_run(
         config=asdict(config),
         bench={name: str(value) if isinstance(value, Path) else value for name, value in asdict(bench).items()},
         hardware=hardware_name(device),
-        images=run.images.description,
+        images=f"{config.data}; {run.images.description}" if uses_data else run.images.description,
         images_per_step=images_per_step,
         batches_per_step=inputs.batches_per_step,
         tokens=asdict(counts),
@@ -181,7 +190,7 @@ def compare(
     report: BenchReport,
     contenders: dict[str, Maker],
     setting: Setting,
-    batch: Batch,
+    batch: MaskedBatch,
     bench: BenchConfig,
     show: Callable[[str], None],
 ) -> BenchReport:

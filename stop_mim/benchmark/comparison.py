@@ -22,7 +22,7 @@ from stop_mim.masking import Masks
 from stop_mim.models.encoder import SIZES, Dimensions
 from stop_mim.training.config import EncoderConfig, TrainConfig
 
-Batch = tuple[Tensor, Masks]
+MaskedBatch = tuple[Tensor, Masks]
 
 ON_DEVICE, BEFOREHAND, COLLATOR, WITHIN = "on device", "beforehand", "collator", "in its step"
 TOKENS_NOTE = (
@@ -48,7 +48,7 @@ class Setting:
 class Contender:
     """The training step of another implementation."""
 
-    step: Callable[[Sequence[Batch]], tuple[int, int]]
+    step: Callable[[Sequence[MaskedBatch]], tuple[int, int]]
     """Takes a step on some batches; returns the context and target tokens per image."""
     collate: Callable[[], Masks] | None
     """Returns its own masks for a batch, on the CPU; None: it draws them in its step and ignores the given ones."""
@@ -95,7 +95,7 @@ def load_contenders(folder: Path = FOLDER) -> dict[str, Maker]:
 
 
 def measure_comparison(
-    contenders: dict[str, Maker], setting: Setting, batch: Batch, bench: BenchConfig, show: Callable[[str], None]
+    contenders: dict[str, Maker], setting: Setting, batch: MaskedBatch, bench: BenchConfig, show: Callable[[str], None]
 ) -> tuple[list[ComparedStep], list[str]]:
     """Measure every implementation that can be imported, with the given masks and with its own; return notes too."""
     found: list[ComparedStep] = []
@@ -115,7 +115,9 @@ def measure_comparison(
     return found, notes
 
 
-def _measure(name: str, contender: Contender, setting: Setting, batch: Batch, bench: BenchConfig) -> list[ComparedStep]:
+def _measure(
+    name: str, contender: Contender, setting: Setting, batch: MaskedBatch, bench: BenchConfig
+) -> list[ComparedStep]:
     images, given = batch
     ways: dict[str, Callable[[], Masks]] = {WITHIN: lambda: given}
     if contender.collate is not None:

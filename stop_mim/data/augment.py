@@ -365,8 +365,6 @@ class TestView:
 
 
 View = RandomCrop | TestView
-# The name that evaluations still use.
-Augment = RandomCrop
 
 
 def _between(bounds: Bounds, chances: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -31,12 +31,12 @@ from stop_mim.data.decode import (
     cut,
     cut_each,
     decode_on_gpu,
-    gpu_decoder,
+    decode_with_nvjpeg,
     gpu_obstacle,
     jpeg_header,
 )
 from stop_mim.data.image_source import ImageSource, common_size, first_good
-from stop_mim.data.lookahead import Workers, prefetched
+from stop_mim.data.lookahead import mapped, prefetched
 from stop_mim.data.order import Order
 from stop_mim.data.stored import Progress, StoredImages, is_cacheable, store_images
 from stop_mim.errors import InputError
@@ -220,17 +220,17 @@ class Batches:
         enough = wanted == "auto" and placement.workers >= ENOUGH_WORKERS
         if wanted == "cpu" or enough or isinstance(self.view, TestView):
             return None, ""
-        decoder = None
         if self.device.type != "cuda":
             obstacle = f"the device is {self.device}"
         elif not are_jpegs(self.source):
             obstacle = f"the images of '{self.source.name}' are not stored as JPEGs"
+        elif reason := gpu_obstacle(self.device):
+            obstacle = f"torchvision's decoder does not work there: {reason}"
         else:
-            decoder = gpu_decoder(self.device)
-            obstacle = f"torchvision's decoder does not work there: {gpu_obstacle(self.device)}"
-        if wanted == "gpu" and decoder is None:
+            return partial(decode_with_nvjpeg, device=self.device), ""
+        if wanted == "gpu":
             raise InputError(f"speed.decode is gpu, but {obstacle}: choose auto or cpu.")
-        return decoder, obstacle if self.device.type == "cuda" and decoder is None else ""
+        return None, obstacle if self.device.type == "cuda" else ""
 
 
 def choose_mode(
@@ -262,14 +262,11 @@ def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
 def are_jpegs(source: ImageSource) -> bool:
     """Whether most images of a source are usual JPEGs, judged by up to 64 evenly spread ones."""
     looked_at = range(0, len(source), max(1, len(source) // JPEGS_LOOKED_AT))
-    return 2 * sum(_is_jpeg(source, index) for index in looked_at) > len(looked_at)
-
-
-def _is_jpeg(source: ImageSource, index: int) -> bool:
-    try:
-        return jpeg_header(source.encoded(index) or b"") is not None
-    except BadImage:
-        return False
+    found = 0
+    for index in looked_at:
+        with suppress(BadImage):
+            found += jpeg_header(source.encoded(index) or b"") is not None
+    return 2 * found > len(looked_at)
 
 
 @dataclass(frozen=True)
@@ -334,35 +331,35 @@ class ImageCutter:
         opened: dict[int, OpenedImage] = {}
         for place, index in enumerate(indices):
             try:
-                image: OpenedImage | None = self.source.open(index)
+                opened[place] = self.source.open(index)
             except BadImage as error:
-                image = self._instead(place, index, error, bad)
-            if image is not None:
-                opened[place] = image
-        boxes, decoded, pixels = self.boxes(epoch, indices, opened), {}, 0
+                bad.append((place, str(error)))
+        bad += self._decode_and_cut(crops, opened, self.boxes(epoch, indices, opened))
+        if bad and self.replace_bad:
+            others: dict[int, OpenedImage] = {}
+            for place in dict(bad):
+                others[place], also_bad = first_good(self.source, (indices[place] + 1) % len(self.source))
+                bad += [(place, description) for description in also_bad]
+            self._decode_and_cut(crops, others, self.boxes(epoch, indices, others))
+        return bad
+
+    def _decode_and_cut(self, crops: Tensor, opened: Mapping[int, OpenedImage], boxes: Mapping[int, Box]) -> list[Bad]:
+        bad: list[Bad] = []
+        decoded: dict[int, tuple[Tensor, Box]] = {}
+        pixels = 0
         # Decoding and cutting take turns as rarely as the caches allow: image by image, small ones take a third longer.
         for place, image in opened.items():
             try:
                 decoded[place] = self._decode(image, boxes[place])
             except BadImage as error:
-                other = self._instead(place, indices[place], error, bad)
-                if other is None:
-                    continue
-                decoded[place] = self._decode(other, self.boxes(epoch, indices, {place: other})[place])
+                bad.append((place, str(error)))
+                continue
             pixels += decoded[place][0].shape[0] * decoded[place][0].shape[1]
             if pixels >= _CUT_TOGETHER:
                 self._cut(crops, decoded)
                 decoded, pixels = {}, 0
         self._cut(crops, decoded)
         return bad
-
-    def _instead(self, place: int, index: int, error: BadImage, bad: list[Bad]) -> OpenedImage | None:
-        bad.append((place, str(error)))
-        if not self.replace_bad:
-            return None
-        other, also_bad = first_good(self.source, (index + 1) % len(self.source))
-        bad += [(place, description) for description in also_bad]
-        return other
 
     def boxes(self, epoch: int, indices: Sequence[int], opened: Mapping[int, OpenedImage]) -> dict[int, Box]:
         """Return the part that the view shows of each image, by its place in `indices`."""
@@ -462,8 +459,8 @@ class _Streamed:
                     for part in request.indices.split(piece):
                         yield slots.next(next(numbers)), request.epoch, part.tolist()
 
-            workers = Workers(partial(_fill_slot, self.cutter, slots.pixels), self.workers, ahead)
-            with closing(workers.results(pieces())) as filled:
+            work = partial(_fill_slot, self.cutter, slots.pixels)
+            with closing(mapped(work, pieces(), self.workers, ahead)) as filled:
                 for first in filled:
                     request, bad = taken.popleft(), list[Bad]()
                     shape = (len(request.indices), *slots.pixels.shape[2:])
@@ -523,13 +520,10 @@ class _GpuDecoded:
     def _open_one(self, index: int) -> OpenedImage | None:
         source = self.cutter.source
         try:
-            encoded = source.encoded(index)
-            if encoded is None or jpeg_header(encoded) is None:
-                return None
-            opened = OpenedImage.of(encoded, source.describe(index), source.max_pixels)
+            opened = OpenedImage.of_jpeg(source.encoded(index) or b"", source.describe(index))
         except BadImage:
             return None
-        return opened if opened.suits_gpu else None
+        return opened if opened is not None and opened.suits_gpu else None
 
     def _make(
         self, request: _Request, opening: list[Future[list[OpenedImage | None]]], readers: ThreadPoolExecutor

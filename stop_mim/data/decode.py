@@ -75,9 +75,9 @@ class BadImage(Exception):
         return f"{self.name}: {self.reason}"
 
 
-def decode_image(encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "3 height width"]:
+def decode_image(encoded: bytes, name: str) -> UInt8[Tensor, "3 height width"]:
     """Return the upright RGB image; the number of pixels is checked from the header, before anything is decoded."""
-    return OpenedImage.of(encoded, name, max_pixels).decode().permute(2, 0, 1).contiguous()
+    return OpenedImage.of(encoded, name).decode().permute(2, 0, 1).contiguous()
 
 
 class OpenedImage:
@@ -95,12 +95,17 @@ class OpenedImage:
         self._pixels = pixels
 
     @classmethod
-    def of(cls, encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> "OpenedImage":
+    def of(cls, encoded: bytes, name: str) -> "OpenedImage":
         """Open an encoded image; raises BadImage."""
+        return cls.of_jpeg(encoded, name) or cls.of_pixels(_decode_with_pillow(encoded, name))
+
+    @classmethod
+    def of_jpeg(cls, encoded: bytes, name: str) -> "OpenedImage | None":
+        """Open a usual JPEG; None for other images."""
         header = jpeg_header(encoded)
-        if header is not None and header.height * header.width <= max_pixels:
-            return cls(None, (header.height, header.width), encoded, name, header.components)
-        return cls.of_pixels(_decode_with_pillow(encoded, name, max_pixels))
+        if header is None:
+            return None
+        return cls(None, (header.height, header.width), encoded, name, header.components)
 
     @classmethod
     def of_pixels(cls, pixels: UInt8[Tensor, "height width 3"]) -> "OpenedImage":
@@ -133,7 +138,7 @@ class OpenedImage:
                 return pixels, _scaled(box, pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1])
         pixels = self.decode()
         if tuple(pixels.shape[:2]) != self.size:
-            raise BadImage(self.name, "its header tells another size than it has")
+            raise BadImage(self.name, "its size is not that of its header")
         return pixels, box
 
 
@@ -155,7 +160,7 @@ def cut(pixels: UInt8[Tensor, "height width 3"], box: Box, size: tuple[int, int]
 
 def image_size(encoded: bytes | io.BufferedReader, name: str) -> tuple[int, int]:
     """Return (height, width) of the upright image, from the header alone."""
-    with _failures_as_bad_image(name, MAX_PIXELS):
+    with _failures_as_bad_image(name):
         image = _open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
         exchanged, _ = _ORIENTATIONS.get(_orientation(image), _AS_STORED)
         return (image.width, image.height) if exchanged else (image.height, image.width)
@@ -173,20 +178,25 @@ def quieten_pillow() -> None:
         warnings.filterwarnings("ignore", module=_PILLOW_WARNINGS[3].pattern)
 
 
-def _decode_with_pillow(encoded: bytes, name: str, max_pixels: int = MAX_PIXELS) -> UInt8[Tensor, "height width 3"]:
-    with _failures_as_bad_image(name, max_pixels):
+def _decode_with_pillow(encoded: bytes, name: str) -> UInt8[Tensor, "height width 3"]:
+    with _failures_as_bad_image(name):
         image = _open(io.BytesIO(encoded))
-        if image.height * image.width > max_pixels:
-            raise ValueError(_too_large(f"{image.width}x{image.height}", max_pixels))
+        check_pixels(image.height, image.width)
         exchanged, flipped = _ORIENTATIONS.get(_orientation(image), _AS_STORED)
         pixels = _interleaved(image)
         pixels = pixels.transpose(0, 1) if exchanged else pixels
         return pixels.flip(flipped) if flipped else pixels
 
 
+def check_pixels(height: int, width: int) -> None:
+    """Raise ValueError for an image of this size if it is too large to be decoded."""
+    if height * width > MAX_PIXELS:
+        raise ValueError(f"{width}x{height} of more than {MAX_PIXELS:,} pixels")
+
+
 def _decode_shrunk_jpeg(encoded: bytes, name: str, shrink: int) -> UInt8[Tensor, "height width 3"]:
     """Decode a usual JPEG at a fraction of its size, which libjpeg makes from the lowest frequencies of each block."""
-    with _failures_as_bad_image(name, MAX_PIXELS):
+    with _failures_as_bad_image(name):
         image = _open(io.BytesIO(encoded))
         image.draft("RGB", (image.width // shrink, image.height // shrink))
         return _interleaved(image)
@@ -207,22 +217,17 @@ def _interleaved(image: PIL.Image.Image) -> UInt8[Tensor, "height width 3"]:
 
 
 @contextmanager
-def _failures_as_bad_image(name: str, max_pixels: int) -> Iterator[None]:
+def _failures_as_bad_image(name: str) -> Iterator[None]:
     quieten_pillow()
     try:
         yield
     except PIL.UnidentifiedImageError:
         raise BadImage(name, "not an image in one of the formats " + ", ".join(_FORMATS)) from None
     except PIL.Image.DecompressionBombError:
-        raise BadImage(name, _too_large("an image", max_pixels)) from None
+        raise BadImage(name, f"more than {MAX_PIXELS:,} pixels") from None
     # Pillow's plugins raise a dozen kinds of exceptions for corrupt files, SyntaxError and struct.error among them.
     except Exception as error:
         raise BadImage(name, first_line(error)) from error
-
-
-def _too_large(what: str, max_pixels: int) -> str:
-    pillow_limit = 2 * (PIL.Image.MAX_IMAGE_PIXELS or max_pixels)
-    return f"{what} of more than {min(max_pixels, pillow_limit):,} pixels"
 
 
 def _open(stream: io.BytesIO | io.BufferedReader) -> PIL.Image.Image:
@@ -322,14 +327,8 @@ def _torchvision_operator(name: str) -> Callable[..., Any] | None:
         return None
 
 
-def gpu_decoder(device: torch.device) -> GpuDecoder | None:
-    """Return torchvision's decoder for this device, nvJPEG, if there is one and it works."""
-    if device.type != "cuda" or gpu_obstacle(device):
-        return None
-    return lambda encoded: _decode_with_nvjpeg(encoded, device)
-
-
-def _decode_with_nvjpeg(encoded: list[Tensor], device: torch.device) -> list[Tensor]:
+def decode_with_nvjpeg(encoded: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Decode JPEGs (bytes on the CPU) to (3, height, width) bytes on the GPU; raises RuntimeError if one fails."""
     operator = _torchvision_operator("decode_jpegs_cuda")
     if operator is None:
         raise RuntimeError("torchvision comes without nvJPEG")
@@ -344,7 +343,7 @@ def gpu_obstacle(device: torch.device) -> str:
     PIL.Image.new("RGB", (32, 16), colour).save(buffer, "JPEG", quality=95)
     try:
         torch.cuda.synchronize(device)
-        (pixels,) = _decode_with_nvjpeg([_as_tensor(buffer.getvalue())], device)
+        (pixels,) = decode_with_nvjpeg([_as_tensor(buffer.getvalue())], device)
         difference = pixels.cpu().int() - torch.tensor(colour)[:, None, None]
     except RuntimeError as error:
         return first_line(error)

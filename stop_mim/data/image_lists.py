@@ -67,12 +67,11 @@ def _draw(labels: np.ndarray, wanted: Callable[[int, int], int], seed: int, draw
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        text = path.read_text("utf-8-sig")
+        lines = [line.strip() for line in path.read_text("utf-8-sig").split("\n")]
     except UnicodeDecodeError:
-        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with a name a line.") from None
-    if "\0" in text:
-        raise InputError(f"The list of images {path} is a binary file: give a text file with a name a line.")
-    lines = [line.strip() for line in text.split("\n")]
+        lines = ["\0"]
+    if any("\0" in line for line in lines):
+        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with a name a line.")
     names = [line.removeprefix("./") for line in lines if line and not line.startswith("#")]
     if not names:
         raise InputError(f"The list of images {path} is empty: give a text file with a name a line.")
@@ -104,8 +103,7 @@ def _best_matches(line: str, candidates: list[tuple[int, str]]) -> list[int]:
 
 
 def _check_matches(lines: list[str], matches: list[list[int]], path: Path, source: ImageSource) -> None:
-    missing = [line for line, found in zip(lines, matches, strict=True) if not found]
-    if missing:
+    if missing := [line for line, found in zip(lines, matches, strict=True) if not found]:
         raise InputError(
             f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
             "the list that belongs to these data."
@@ -115,12 +113,9 @@ def _check_matches(lines: list[str], matches: list[list[int]], path: Path, sourc
         if len(found) > 1:
             names = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in found[:2])
             raise InputError(f"The name '{line}' in {path} may be {names} of {source.name}: give more of the path.")
-        if found[0] in first_line:
-            raise InputError(
-                f"The list {path} names the image '{source.image_name(found[0])}' twice, as '{first_line[found[0]]}' "
-                f"and as '{line}': remove one of the lines."
-            )
-        first_line[found[0]] = line
+        if (first := first_line.setdefault(found[0], line)) is not line:
+            name = source.image_name(found[0])
+            raise InputError(f"{path} names the image '{name}' twice, as '{first}' and as '{line}': remove one line.")
 
 
 def _agree(name: str, other: str) -> bool:

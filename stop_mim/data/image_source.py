@@ -5,10 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from stop_mim.data.decode import MAX_PIXELS, BadImage, OpenedImage, decode_image, image_size
+from stop_mim.data.decode import BadImage, OpenedImage, decode_image, image_size
 from stop_mim.errors import InputError
 
 SIZES_LOOKED_AT = 256
@@ -20,7 +20,6 @@ class ImageSource(ABC):
     A subclass defines `encoded` if its images are stored in a file format, otherwise `read` and `size`.
     """
 
-    max_pixels = MAX_PIXELS
     layout = ""
     """Name of the published layout that the data have, such as "places205"; "" if none."""
 
@@ -52,7 +51,7 @@ class ImageSource(ABC):
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
         """The image as RGB; raises BadImage."""
-        return decode_image(self._checked(index), self.describe(index), self.max_pixels)
+        return decode_image(self._checked(index), self.describe(index))
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
@@ -63,7 +62,7 @@ class ImageSource(ABC):
         encoded = self.encoded(index)
         if encoded is None:
             return OpenedImage.of_pixels(self.read(index).permute(1, 2, 0))
-        return OpenedImage.of(encoded, self.describe(index), self.max_pixels)
+        return OpenedImage.of(encoded, self.describe(index))
 
     def stacked(self) -> UInt8[Tensor, "n 3 height width"] | None:
         """All images, if they are in memory and decoded."""
@@ -116,6 +115,12 @@ def class_labels(classes: np.ndarray | None) -> dict[str, np.ndarray]:
     if classes is None or not len(classes) or (classes < 0).any():
         return {}
     return {"class": classes.astype(np.int64)}
+
+
+def locate(ends: Int[np.ndarray, " parts"], index: int) -> tuple[int, int]:
+    """Return the part that an index falls into, and the place within it, where each part ends before `ends`."""
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
 
 
 def digest(parts: Iterable[object]) -> str:

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from itertools import count, islice
 from multiprocessing import connection, parent_process
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.multiprocessing
@@ -80,59 +80,54 @@ def _tensors(item: object) -> Iterator[Tensor]:
             yield from _tensors(getattr(item, field.name))
 
 
-class Workers(Generic[Request, Result]):
-    """Processes that apply a function to requests, ahead of their use; with a count of 0 this process does.
+def mapped(
+    work: Callable[[Request], Result], requests: Iterable[Request], workers: int, ahead: int
+) -> Generator[Result, None, None]:
+    """Yield `work(request)` in the order of the requests, computed by processes; with 0 workers by this process.
 
-    Each worker has a pipe of its own and takes every n-th request, so that no lock is shared and results keep the order.
-    Ctrl-C and SIGTERM reach the whole process group: workers ignore both, and end when this process closes the iterator,
-    exits or dies.
+    At most `ahead` requests are taken before their turn. Each worker has a pipe of its own and takes every n-th request, so
+    that no lock is shared. Ctrl-C and SIGTERM reach the whole process group: workers ignore both, and end when this process
+    closes the generator, exits or dies.
     """
+    if not workers:
+        yield from map(work, requests)
+        return
+    context = torch.multiprocessing.get_context()
+    pipes = [context.Pipe() for _ in range(workers)]
+    ours = [pipe for pipe, _ in pipes]
+    processes = [context.Process(target=_serve, args=(work, theirs, ours), daemon=True) for _, theirs in pipes]
 
-    def __init__(self, work: Callable[[Request], Result], workers: int, ahead: int) -> None:
-        self.work, self.workers, self.ahead = work, workers, ahead
+    def end() -> None:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
-    def results(self, requests: Iterable[Request]) -> Generator[Result, None, None]:
-        """Yield the results in the order of the requests; at most `ahead` requests are taken before their turn."""
-        if not self.workers:
-            yield from map(self.work, requests)
+    # Before multiprocessing's own function, which would wait for the workers to end by themselves.
+    atexit.register(end)
+    try:
+        for process, (_, theirs) in zip(processes, pipes, strict=True):
+            process.start()
+            theirs.close()
+        yield from _exchange(ours, processes, iter(requests), ahead)
+    finally:
+        atexit.unregister(end)
+        end()
+
+
+def _exchange(
+    pipes: list[connection.Connection], processes: list[Any], requests: Iterator[Any], ahead: int
+) -> Iterator[Any]:
+    sent = 0
+    for number in count():
+        for request in islice(requests, ahead + number - sent):
+            # A worker that has died is reported when its result is due.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                pipes[sent % len(pipes)].send(request)
+            sent += 1
+        if number == sent:
             return
-        context = torch.multiprocessing.get_context()
-        pipes = [context.Pipe() for _ in range(self.workers)]
-        processes = [
-            context.Process(target=_serve, args=(self.work, theirs, [ours for ours, _ in pipes]), daemon=True)
-            for _, theirs in pipes
-        ]
-
-        def end() -> None:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-
-        # Before multiprocessing's own function, which would wait for the workers to end by themselves.
-        atexit.register(end)
-        try:
-            for process, (_, theirs) in zip(processes, pipes, strict=True):
-                process.start()
-                theirs.close()
-            yield from self._exchange([ours for ours, _ in pipes], processes, iter(requests))
-        finally:
-            atexit.unregister(end)
-            end()
-
-    def _exchange(
-        self, pipes: list[connection.Connection], processes: list[Any], requests: Iterator[Request]
-    ) -> Iterator[Result]:
-        sent = 0
-        for number in count():
-            for request in islice(requests, self.ahead + number - sent):
-                # A worker that has died is reported when its result is due.
-                with suppress(BrokenPipeError, ConnectionResetError):
-                    pipes[sent % self.workers].send(request)
-                sent += 1
-            if number == sent:
-                return
-            yield _receive(pipes[number % self.workers], processes[number % self.workers])
+        yield _receive(pipes[number % len(pipes)], processes[number % len(pipes)])
 
 
 def _receive(pipe: connection.Connection, process: Any) -> Any:

@@ -61,7 +61,7 @@ class ShuffledOrder:
             raise InputError(f"batch_size is {batch_size}: give a number above zero.")
         self.images = _positions(images)
         self.seed, self.rank, self.world_size, self.drop_last = seed, rank, world_size, drop_last
-        self.n_images = n_images = len(self.images)
+        n_images = len(self.images)
         self._together = batch_size * world_size
         if drop_last:
             self.steps_per_epoch, self.batch_size = n_images // (self._together * batches_per_step), batch_size
@@ -82,11 +82,9 @@ class ShuffledOrder:
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def epoch_of(self, batch: int) -> int:
-        """The epoch of a batch, from 0."""
         return batch // self.batches_per_epoch
 
     def indices(self, batch: int) -> Int[Tensor, " batch"]:
-        """The images of this rank's batch of that number."""
         epoch, within = divmod(batch, self.batches_per_epoch)
         start = within * self._together
         takes_rest = not self.drop_last and within == self.batches_per_epoch - 1
@@ -113,11 +111,9 @@ class SequentialOrder:
         self.length: int | None = self.batches_per_epoch
 
     def epoch_of(self, batch: int) -> int:
-        """The one epoch."""
         return 0
 
     def indices(self, batch: int) -> Int[Tensor, " batch"]:
-        """The images of this rank's batch of that number."""
         start = batch * self.batch_size
         return torch.from_numpy(self.images[start : start + self.batch_size])
 

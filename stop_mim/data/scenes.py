@@ -32,7 +32,6 @@ from stop_mim.errors import InputError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Progress = Callable[[int, int], None]
 
 RENDERER_VERSION = 1
 SMALLEST_SIZE = 32
@@ -49,14 +48,6 @@ class Scenes:
     masks: UInt8[Tensor, "n size size"]
     counts: Int64[Tensor, " n"]
     nearest_distances: Float32[Tensor, " n"]
-
-
-@dataclass(frozen=True)
-class SceneVideo:
-    """One rendered clip: an object keeps its mask number in all frames."""
-
-    frames: UInt8[Tensor, "time 3 size size"]
-    masks: UInt8[Tensor, "time size size"]
 
 
 def _draw_chunk(seed: int, chunk: int) -> Layout:
@@ -89,19 +80,6 @@ def _in_threads(work: Callable[[Item], Result], items: list[Item]) -> Iterator[R
         torch.set_num_threads(threads)
 
 
-def _require(name: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise InputError(f"{name} is {value}: give a whole number {bounds}.")
-
-
-def _require_sequence(count: int, size: int, seed: int, first: int) -> None:
-    _require("the number of scenes", count, 1)
-    _require("the size of the scenes", size, SMALLEST_SIZE)
-    _require("the seed of the scenes", seed, 0)
-    _require("the first scene", first, 0)
-
-
 def _render_span(span: range, size: int, seed: int) -> Scenes:
     """Scenes of one chunk."""
     chunk = span.start // CHUNK
@@ -119,8 +97,9 @@ def _spans(first: int, count: int) -> list[range]:
     return [range(low, high) for low, high in pairwise(cuts)]
 
 
-def _render_sequence(count: int, size: int, seed: int, first: int, progress: Progress | None) -> Scenes:
-    """All chunks in one batch, which is filled in place so that nothing is held twice."""
+def render_scenes(count: int, size: int = 64, seed: int = 0, first: int = 0) -> Scenes:
+    """Return scenes number `first` to `first + count` of the endless sequence of the seed."""
+    # Filled in place, so that nothing is held twice.
     whole = Scenes(
         images=torch.empty(count, 3, size, size, dtype=torch.uint8),
         masks=torch.empty(count, size, size, dtype=torch.uint8),
@@ -133,50 +112,40 @@ def _render_sequence(count: int, size: int, seed: int, first: int, progress: Pro
         for field in fields(Scenes):
             getattr(whole, field.name)[done:upto] = getattr(part, field.name)
         done = upto
-        if progress is not None:
-            progress(done, count)
     return whole
 
 
-def render_scenes(count: int, size: int = 64, seed: int = 0, first: int = 0) -> Scenes:
-    """Scenes number `first` to `first + count` of the endless sequence that the seed names."""
-    _require_sequence(count, size, seed, first)
-    return _render_sequence(count, size, seed, first, None)
-
-
-def load_scenes(count: int, size: int = 64, seed: int = 0, progress: Progress | None = None) -> Scenes:
+def load_scenes(count: int, size: int = 64, seed: int = 0) -> Scenes:
     """Return `render_scenes`, through the cache."""
-    _require_sequence(count, size, seed, 0)
 
     def write(draft: Path) -> None:
-        scenes = _render_sequence(count, size, seed, 0, progress)
+        scenes = render_scenes(count, size, seed)
         save_file({field.name: getattr(scenes, field.name) for field in fields(Scenes)}, draft)
 
     file = cached_file(f"scenes/renderer{RENDERER_VERSION}-seed{seed}-size{size}-count{count}.safetensors", write)
-    if not file.fresh and progress is not None:
-        progress(count, count)
     return Scenes(**load_file(file.path))
 
 
-def parse_options(options: str, defaults: Mapping[str, int], least: Mapping[str, int]) -> dict[str, int]:
+def parse_options(options: str, defaults: Mapping[str, int]) -> dict[str, int]:
     """Parse "key=value,…" of a name such as scenes:count=100,size=64."""
     chosen = dict(defaults)
     for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
         if key not in chosen:
             raise InputError(f"scenes has no option '{key}': choose among {', '.join(chosen)}.")
-        if not value.isdecimal() or int(value) < least[key]:
-            raise InputError(f"The option {key} of scenes is '{value}': give a whole number of at least {least[key]}.")
+        least = {"size": SMALLEST_SIZE, "seed": 0}.get(key, 1)
+        if not value.isdecimal() or int(value) < least:
+            raise InputError(f"The option {key} of scenes is '{value}': give a whole number of at least {least}.")
         chosen[key] = int(value)
     return chosen
 
 
-def _draw_clip(seed: int, index: int, frames: int, objects: int | None) -> Layout:
+def _draw_clip(seed: int, index: int, frames: int) -> Layout:
     """The frames of a clip as scenes; however many are asked for, the first ones stay the same."""
     rng = np.random.default_rng([seed, VIDEOS, index])
     some = int(rng.integers(2, 5))
     layout = draw_layout(rng, 1)
-    layout = replace(layout, counts=torch.tensor([objects or some]), extents=layout.extents * 1.25)
+    layout = replace(layout, counts=torch.tensor([some]), extents=layout.extents * 1.25)
     time = torch.arange(frames)[:, None]
     drift, spin = uniform(rng, -0.02, 0.02, 1, 1), uniform(rng, -0.1, 0.1, 1, MOST_OBJECTS)
     yaws = uniform(rng, 0.0, 2 * np.pi, 1, MOST_OBJECTS) + spin * time
@@ -190,15 +159,9 @@ def _draw_clip(seed: int, index: int, frames: int, objects: int | None) -> Layou
 
 
 def render_video(
-    index: int, frames: int = 24, size: int = 128, seed: int = 0, objects: int | None = None
-) -> SceneVideo:
-    """Clip number `index` of the endless sequence that the seed names: 2 to 4 objects unless told, wandering about."""
-    _require("the number of the video", index, 0)
-    _require("the number of frames", frames, 1)
-    _require("the size of the video", size, SMALLEST_SIZE)
-    _require("the seed of the video", seed, 0)
-    if objects is not None:
-        _require("the number of objects", objects, 1, MOST_OBJECTS)
-    parts = _split(_draw_clip(seed, index, frames, objects), size)
+    index: int, frames: int = 24, size: int = 128, seed: int = 0
+) -> tuple[UInt8[Tensor, "time 3 size size"], UInt8[Tensor, "time size size"]]:
+    """Return the frames and masks of clip number `index` of the seed: 2 to 4 moving objects that keep their numbers."""
+    parts = _split(_draw_clip(seed, index, frames), size)
     pictures, masks = zip(*_in_threads(lambda part: render(part, size), parts), strict=True)
-    return SceneVideo(torch.cat(pictures), torch.cat(masks))
+    return torch.cat(pictures), torch.cat(masks)

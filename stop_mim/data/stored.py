@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import resize
 
 from stop_mim.data.cache import CacheError, Record, cached_file, decoded_limit
-from stop_mim.data.decode import BadImage
+from stop_mim.data.decode import MAX_PIXELS, BadImage
 from stop_mim.data.image_source import ImageSource, digest
-from stop_mim.data.lookahead import Workers
+from stop_mim.data.lookahead import mapped
 
 Progress = Callable[[int, int], None]
 """Takes the number of images that are done and the number of all."""
@@ -74,16 +74,11 @@ def store_images(
                 stacklevel=2,
             )
     pixels = torch.empty(len(images), 3, *size, dtype=torch.uint8)
-    bad: dict[int, str] = {}
-    sizes: dict[int, tuple[int, int]] = {}
-    done = 0
-    for piece in _decoded(source, images, size, workers):
-        pixels[done : done + len(piece.pixels)] = torch.from_numpy(piece.pixels)
-        bad.update(piece.bad)
-        sizes.update(piece.sizes)
-        done += len(piece.pixels)
-        if progress is not None:
-            progress(done, len(images))
+
+    def keep(start: int, decoded: np.ndarray) -> None:
+        pixels[start : start + len(decoded)] = torch.from_numpy(decoded)
+
+    bad, sizes = _decode(source, images, size, workers, progress, keep)
     rows = np.zeros(len(source), dtype=np.int64)
     rows[images] = np.arange(len(images))
     return StoredImages(pixels, bad, sizes, rows)
@@ -95,14 +90,30 @@ def is_cacheable(source: ImageSource, images: Int[np.ndarray, " k"], size: tuple
     return 2 * len(images) >= len(source) and LEAST_CACHED_BYTES <= needed <= decoded_limit()
 
 
-def _decoded(
-    source: ImageSource, images: Int[np.ndarray, " k"], size: tuple[int, int], workers: int
-) -> Iterator[_Piece]:
+def _decode(
+    source: ImageSource,
+    images: Int[np.ndarray, " k"],
+    size: tuple[int, int],
+    workers: int,
+    progress: Progress | None,
+    keep: Callable[[int, np.ndarray], object],
+) -> tuple[dict[int, str], dict[int, tuple[int, int]]]:
+    """Hand the pixels over in order, each piece with its start; return the bad images and the sizes of squashed ones."""
     pixels = math.prod(size)
     at_a_time = max(1, min(_IMAGES_A_PIECE, _BYTES_A_PIECE // (3 * pixels)))
     pieces = (images[start : start + at_a_time].tolist() for start in range(0, len(images), at_a_time))
     workers = min(workers, len(images) * pixels // _PIXELS_A_WORKER)
-    return Workers(partial(_decode_piece, source, size), workers, ahead=2 * workers).results(pieces)
+    bad: dict[int, str] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    done = 0
+    for piece in mapped(partial(_decode_piece, source, size), pieces, workers, ahead=2 * workers):
+        keep(done, piece.pixels)
+        bad.update(piece.bad)
+        sizes.update(piece.sizes)
+        done += len(piece.pixels)
+        if progress is not None:
+            progress(done, len(images))
+    return bad, sizes
 
 
 def _decode_piece(source: ImageSource, size: tuple[int, int], images: Sequence[int]) -> _Piece:
@@ -124,22 +135,14 @@ def _cached_images(source: ImageSource, size: tuple[int, int], workers: int, pro
     shape = (len(source), 3, *size)
 
     def write(draft: Path) -> Record:
-        bad: dict[int, str] = {}
-        sizes: dict[int, tuple[int, int]] = {}
-        done = 0
         # Written, and not mapped: a full disk is then an error and not the end of the process.
         with draft.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-            for piece in _decoded(source, np.arange(len(source)), size, workers):
-                file.write(piece.pixels.data)
-                bad.update(piece.bad)
-                sizes.update(piece.sizes)
-                done += len(piece.pixels)
-                if progress is not None:
-                    progress(done, len(source))
+            every = np.arange(len(source))
+            bad, sizes = _decode(source, every, size, workers, progress, lambda _, pixels: file.write(pixels.data))
         return {"bad": bad, "sizes": sizes}
 
-    key = digest([VERSION, source.fingerprint(), shape, source.max_pixels])
+    key = digest([VERSION, source.fingerprint(), shape, MAX_PIXELS])
     # What kept a file from being read, such as a network, may be over.
     found = cached_file(
         f"decoded/{key}.npy",

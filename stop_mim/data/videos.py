@@ -7,10 +7,10 @@ number in its first mask, and void pixels (255) are background. Where the first 
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 import PIL.Image
@@ -18,9 +18,9 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from stop_mim.data.decode import IMAGE_EXTENSIONS, MAX_PIXELS, BadImage, decode_image, image_size, quieten_pillow
+from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, check_pixels, decode_image, image_size, quieten_pillow
 from stop_mim.data.image_source import digest
-from stop_mim.data.scenes import RENDERER_VERSION, SMALLEST_SIZE, SceneVideo, parse_options, render_video
+from stop_mim.data.scenes import RENDERER_VERSION, parse_options, render_video
 from stop_mim.data.sources.folder import sub_folders
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import write_atomically
@@ -32,7 +32,6 @@ LAYOUT = "JPEGImages/480p/SEQUENCE/00000.jpg and Annotations/480p/SEQUENCE/00000
 _LIST_FOLDERS = ("2017", "2016", "480p", "1080p", ".")
 _RESOLUTIONS = ("480p", "Full-Resolution", "1080p")
 _SCENE_OPTIONS = {"count": 10, "size": 128, "frames": 24, "seed": 0}
-_LEAST = {"count": 1, "size": SMALLEST_SIZE, "frames": 1, "seed": 0}
 
 
 class Video(ABC):
@@ -105,7 +104,6 @@ class FolderVideo(Video):
         return len(self.frame_paths)
 
     def frame_name(self, index: int) -> str:
-        """The name of the frame's files, without their ending."""
         return self.frame_paths[index].stem
 
     def mask_path(self, index: int) -> Path:
@@ -113,19 +111,14 @@ class FolderVideo(Video):
         return self.mask_folder / f"{self.frame_name(index)}.png"
 
     def has_mask(self, index: int) -> bool:
-        """Whether the ground truth has a mask of this frame."""
         return self.mask_path(index).is_file()
 
     def frame(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        """The frame as RGB."""
         path = self.frame_paths[index]
-        try:
-            return decode_image(path.read_bytes(), str(path), MAX_PIXELS)
-        except (BadImage, OSError) as error:
-            raise _unreadable(path, error) from error
+        with _readable(path):
+            return decode_image(path.read_bytes(), str(path))
 
     def mask(self, index: int) -> UInt8[Tensor, "height width"] | None:
-        """The objects' numbers, or nothing where the ground truth has no mask; void is background."""
         if not self.has_mask(index):
             return None
         path = self.mask_path(index)
@@ -139,7 +132,6 @@ class FolderVideo(Video):
         return mask.masked_fill_(mask == VOID, 0)
 
     def fingerprint(self) -> str:
-        """Depends on the names of all files, their sizes and the times they were changed."""
         return digest(self._states())
 
     @cached_property
@@ -150,11 +142,8 @@ class FolderVideo(Video):
 
     def _frame_size(self, index: int) -> tuple[int, int]:
         path = self.frame_paths[index]
-        try:
-            with path.open("rb") as file:
-                return image_size(file, str(path))
-        except (BadImage, OSError) as error:
-            raise _unreadable(path, error) from error
+        with _readable(path), path.open("rb") as file:
+            return image_size(file, str(path))
 
     def _states(self) -> Iterator[object]:
         masks = [self.mask_path(index) for index in range(len(self)) if self.has_mask(index)]
@@ -176,47 +165,32 @@ class SceneClip(Video):
         return self._frames
 
     def frame(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        """The frame as RGB."""
-        return self._clip.frames[index]
+        return self._clip[0][index]
 
     def has_mask(self, index: int) -> bool:
-        """Always: what is drawn is known."""
         return True
 
     def mask(self, index: int) -> UInt8[Tensor, "height width"]:
-        """The objects' numbers."""
-        return self._clip.masks[index]
+        return self._clip[1][index]
 
     def fingerprint(self) -> str:
-        """Depends on the options and on the way of drawing."""
         return digest([RENDERER_VERSION, *self._arguments])
 
     @cached_property
-    def _clip(self) -> SceneVideo:
-        index, frames, size, seed = self._arguments
-        return render_video(index, frames, size, seed)
+    def _clip(self) -> tuple[Tensor, Tensor]:
+        return render_video(*self._arguments)
 
 
-class VideoSet(Sequence[Video]):
+class VideoSet(list[Video]):
     """The videos of one name and split."""
 
-    def __init__(self, name: str, videos: Sequence[Video]) -> None:
+    def __init__(self, name: str, videos: Iterable[Video]) -> None:
+        super().__init__(videos)
         self.name = name
-        self.videos = tuple(videos)
-
-    def __len__(self) -> int:
-        return len(self.videos)
-
-    @overload
-    def __getitem__(self, index: int) -> Video: ...
-    @overload
-    def __getitem__(self, index: slice) -> "VideoSet": ...
-    def __getitem__(self, index: int | slice) -> "Video | VideoSet":
-        return VideoSet(self.name, self.videos[index]) if isinstance(index, slice) else self.videos[index]
 
     def fingerprint(self) -> str:
         """A short hexadecimal name of the contents: it changes when they change."""
-        return digest(part for video in self.videos for part in (video.name, video.fingerprint()))
+        return digest(part for video in self for part in (video.name, video.fingerprint()))
 
 
 def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> VideoSet:
@@ -224,11 +198,11 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> Vid
 
     A folder's ImageSets choose the sequences of the split, those of 2017 before those of 2016 (split="2016/val" names one);
     without such lists all sequences are taken. Drawn clips are the same for each split, since nothing is trained on them.
-    Where frames are not needed and not there, the masks tell which there are.
+    If frames are neither needed nor there, the masks stand for them.
     """
     kind, _, options = name.partition(":")
     if kind == "scenes":
-        chosen = parse_options(options, _SCENE_OPTIONS, _LEAST)
+        chosen = parse_options(options, _SCENE_OPTIONS)
         count = chosen.pop("count")
         return VideoSet(name, [SceneClip(index, **chosen) for index in range(count)])
     folder = Path(name).expanduser()
@@ -261,11 +235,8 @@ def _resolution(folder: Path, frames: Path, masks: Path) -> str:
 def _frame_paths(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if _is_frame(path))
-
-
-def _is_frame(path: Path) -> bool:
-    return path.suffix[1:].lower() in IMAGE_EXTENSIONS and not path.name.startswith(".")
+    files = (path for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(path for path in files if path.suffix[1:].lower() in IMAGE_EXTENSIONS)
 
 
 def _listed_sequences(folder: Path, split: str) -> tuple[str, ...]:
@@ -306,17 +277,12 @@ def read_mask(path: Path, white: int = 1) -> UInt8[Tensor, "height width"]:
     Coloured pixels are looked up in DAVIS's palette. Void pixels keep their number, 255; `white` is what they are in black
     and white.
     """
-    try:
+    with _readable(path):
         encoded = path.read_bytes()
-        height, width = image_size(encoded, str(path))
-        if height * width > MAX_PIXELS:
-            raise BadImage(str(path), f"{width}x{height} are more than {MAX_PIXELS:,} pixels")
+        check_pixels(*image_size(encoded, str(path)))
         quieten_pillow()
         image = PIL.Image.open(io.BytesIO(encoded), formats=("PNG",))
         mode, values = image.mode, np.array(image)
-    # Pillow's plugins answer corrupt files with a dozen kinds of exceptions.
-    except Exception as error:
-        raise _unreadable(path, error) from error
     numbers = _numbers(mode, values, path)
     if mode != "P" and np.isin(numbers, (0, VOID)).all():
         numbers = numbers // VOID * np.uint8(white)
@@ -370,6 +336,11 @@ def write_mask(path: Path, mask: UInt8[Tensor, "height width"]) -> None:
     write_atomically(path, lambda temporary: image.save(temporary, format="PNG"))
 
 
-def _unreadable(path: Path, error: Exception) -> InputError:
-    reason = error.reason if isinstance(error, BadImage) else first_line(error)
-    return InputError(f"{path} cannot be read as an image ({reason}): copy it again from the data set.")
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    # Pillow answers corrupt files with a dozen kinds of exceptions.
+    except Exception as error:
+        reason = error.reason if isinstance(error, BadImage) else first_line(error)
+        raise InputError(f"{path} cannot be read as an image ({reason}): copy it again from the data set.") from error

@@ -8,12 +8,15 @@ from typing import Any
 
 from rich.console import Console
 
-from stop_mim.data.loader import Progress
+from stop_mim.data.stored import Progress
 from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
-from stop_mim.evaluation.results import (
+from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size
+from stop_mim.evaluation.task import TASKS, Task, options_of
+from stop_mim.files import require_writable
+from stop_mim.results import (
     RESULTS_FILE,
     Evaluation,
     add_results,
@@ -24,9 +27,6 @@ from stop_mim.evaluation.results import (
     write_csv,
     write_json,
 )
-from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size
-from stop_mim.evaluation.task import TASKS, Task, options_of
-from stop_mim.files import require_writable
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.run_folder import environment

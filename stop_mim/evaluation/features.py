@@ -4,6 +4,7 @@ They are written in chunks as they come: memory holds one chunk, an interruption
 the work. They are read memory-mapped.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,17 +18,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stop_mim.data.augment import normalise, resize_batch
+from stop_mim.data.augment import TestView, normalise, resize_batch
+from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.cache import cache_folder, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
-from stop_mim.data.labelled import labelled_views
-from stop_mim.data.loader import STORED_TO_USED, Progress
+from stop_mim.data.order import SequentialOrder
+from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
-from stop_mim.evaluation.protocols import TestView
 from stop_mim.files import write_atomically
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.training.callbacks.probe import evaluation_mode
 from stop_mim.training.distributed import Ranks, wait_for_all
-from stop_mim.training.online_probe import evaluation_mode
 
 # Large enough for the disk's full speed, and small: the last chunk is written while nothing is computed.
 CHUNK_IMAGES = 4096
@@ -36,19 +37,6 @@ VERSION = 2
 IMAGES_AT_A_TIME = 256
 
 Chunks = Sequence[Float[Tensor, "_ _"]]
-
-
-@dataclass(frozen=True)
-class View:
-    """The part of an image that an encoder sees: the centre after the short side is resized, or the whole, squeezed."""
-
-    size: tuple[int, int]
-    resize_to: int | None = None
-
-
-def centre_view(kind: TestView, size: tuple[int, int]) -> View:
-    """Return the centre of the image whose short side is 8/7 of the size, as 256 is to 224; or the whole image."""
-    return View(size, round(STORED_TO_USED * max(size)) if kind == "resize_crop" else None)
 
 
 @dataclass(frozen=True)
@@ -117,96 +105,89 @@ def encoder_fingerprint(encoder: FrozenEncoder) -> str:
     return digest([type(encoder).__name__, encoder.mean, encoder.std, *tensors])
 
 
-def features_folder(fingerprint: str, source: ImageSource, view: View, layers: int, device: torch.device) -> Path:
+def features_folder(fingerprint: str, source: ImageSource, view: TestView, layers: int, device: torch.device) -> Path:
     """Return the cache folder of the features; a GPU, which computes in bf16, has other ones than the CPU."""
-    key = digest([VERSION, fingerprint, source.fingerprint(), view, layers, device.type])
+    key = digest([VERSION, fingerprint, source.fingerprint(), view.size, view.resize_to, layers, device.type])
     return cache_folder() / "features" / key
 
 
 def extract_features(
     encoder: FrozenEncoder,
     source: ImageSource,
-    view: View,
+    view: TestView,
     layers: int,
     ranks: Ranks,
     folder: Path,
     batch_size: int = IMAGES_AT_A_TIME,
     workers: int = 2,
     progress: Progress | None = None,
+    decoding: Progress | None = None,
 ) -> Features:
     """Return the features of all images; the chunks that the folder lacks are computed, each by one process."""
     chunks = range(-(-len(source) // CHUNK_IMAGES))
     mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
-    bounds = [(c * CHUNK_IMAGES, min((c + 1) * CHUNK_IMAGES, len(source))) for c in mine]
     if mine:
         require_writable_cache(folder)
-        indices = np.concatenate([np.arange(*bound) for bound in bounds])
-        batches = labelled_views(source, indices, view.size, view.resize_to, ranks.device, batch_size, workers)
+        images = np.concatenate([np.arange(c * CHUNK_IMAGES, min((c + 1) * CHUNK_IMAGES, len(source))) for c in mine])
+        order = SequentialOrder(images, batch_size)
+        batches = Batches(source, order, view, Placement(workers=workers), ranks.device, progress=decoding)
         with ThreadPoolExecutor(1) as writer:
-            _write_chunks(_embedded(encoder, batches, layers, progress, len(indices)), indices, mine, folder, writer)
+            _write_chunks(_embedded(encoder, batches, layers, progress), mine, folder, writer)
     wait_for_all(ranks)
     return _read_features(folder, len(chunks), encoder.dim, source.name)
 
 
 @torch.inference_mode()
 def _embedded(
-    encoder: FrozenEncoder,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    layers: int,
-    progress: Progress | None,
-    total: int,
-) -> Iterator[tuple[np.ndarray, Tensor]]:
+    encoder: FrozenEncoder, batches: Batches, layers: int, progress: Progress | None
+) -> Iterator[tuple[Int[Tensor, " batch"], Tensor]]:
+    """Yield the numbers of images and their features."""
     done = 0
-    for positions, pixels in batches:
-        images = normalise(pixels, encoder.mean, encoder.std)
+    for images, _, numbers in batches.starting_at():
         with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
             features = encoder.embed(images, layers)
         # Half precision holds features after a norm; a value that it cannot hold is found when the chunk is written.
-        yield positions.numpy(), features.half()
-        done += len(positions)
+        yield numbers, features.half()
+        done += len(numbers)
         if progress is not None:
-            progress(done, total)
+            progress(done, batches.n_images)
 
 
 def _write_chunks(
-    embedded: Iterator[tuple[np.ndarray, Tensor]],
-    indices: np.ndarray,
+    embedded: Iterator[tuple[Int[Tensor, " batch"], Tensor]],
     chunks: Sequence[int],
     folder: Path,
     writer: ThreadPoolExecutor,
 ) -> None:
     """Collect batches by chunk; a chunk is written in the background while the next one is computed."""
-    collected: dict[int, list[tuple[np.ndarray, Tensor]]] = {chunk: [] for chunk in chunks}
+    collected: dict[int, list[tuple[Tensor, Tensor]]] = {chunk: [] for chunk in chunks}
     pending: list[Future[None]] = []
 
-    def finish(before: int | None) -> None:
-        for chunk in [chunk for chunk in collected if before is None or chunk < before]:
+    def finish(before: float) -> None:
+        for chunk in [chunk for chunk in collected if chunk < before]:
             pending.append(writer.submit(_write_chunk, _chunk_file(folder, chunk), collected.pop(chunk)))
         for future in [future for future in pending if future.done()]:
             future.result()
 
-    for positions, features in embedded:
-        numbers = indices[positions]
+    for numbers, features in embedded:
         owners = numbers // CHUNK_IMAGES
-        finish(before=int(owners.min()))
-        for chunk in np.unique(owners):
+        for chunk in owners.unique().tolist():
+            finish(before=chunk)
             here = owners == chunk
-            collected[int(chunk)].append((numbers[here], features if here.all() else features[torch.from_numpy(here)]))
-    finish(before=None)
+            collected[chunk].append((numbers[here], features if here.all() else features[here.to(features.device)]))
+    finish(before=math.inf)
     for future in pending:
         future.result()
 
 
-def _write_chunk(path: Path, parts: list[tuple[np.ndarray, Tensor]]) -> None:
-    indices = torch.from_numpy(np.concatenate([numbers for numbers, _ in parts] or [np.arange(0)]))
-    features = torch.cat([features for _, features in parts]) if parts else torch.empty(0, 0, dtype=torch.half)
-    # Checked and sorted on the device, which may be a GPU.
+def _write_chunk(path: Path, parts: list[tuple[Tensor, Tensor]]) -> None:
+    indices = torch.cat([numbers for numbers, _ in parts] or [torch.empty(0, dtype=torch.long)])
+    features = torch.cat([features for _, features in parts] or [torch.empty(0, 0, dtype=torch.half)])
     if not torch.isfinite(features).all():
         raise InputError(
             "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
         )
-    order = indices.argsort()
-    tensors = {"features": features[order.to(features.device)].cpu(), "indices": indices[order]}
+    tensors = {"features": features.cpu(), "indices": indices}
     try:
         write_atomically(path, lambda file: save_file(tensors, file))
     except SafetensorError as error:

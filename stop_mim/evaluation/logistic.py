@@ -3,7 +3,7 @@
 Features that do not fit into the device's memory are read again, chunk by chunk, in every step of the search.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from stop_mim.data.stored import Progress
 from stop_mim.evaluation.features import Chunks
 from stop_mim.evaluation.minimiser import minimise
 from stop_mim.seeds import seeded_generator
@@ -22,8 +23,6 @@ HELD_OUT_FRACTION, MAX_HELD_OUT = 0.2, 50_000
 STEPS, HISTORY = 200, 10
 # Bounds memory; changes no result.
 LOGITS_AT_A_TIME = 2**27
-
-FitProgress = Callable[[int, int], None]
 
 
 def top_accuracy(scores: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], k: int) -> float:
@@ -93,7 +92,7 @@ class TrainingFeatures:
                 yield part if self.projected is not None else self._inputs(part) @ self.components, part_labels
 
     @torch.no_grad()
-    def fit(self, penalties: Sequence[float], progress: FitProgress | None = None) -> list[LinearProbe]:
+    def fit(self, penalties: Sequence[float], progress: Progress | None = None) -> list[LinearProbe]:
         """Return, for each penalty, the probe that minimises cross-entropy + penalty · ‖weight‖² / 2."""
         problems, classes, k = len(penalties), self.classes, len(self.curvatures)
         strengths = torch.tensor(penalties, device=self.device)[:, None].expand(-1, k)
@@ -216,7 +215,7 @@ def choose_penalty(
     device: torch.device,
     standardise: bool = True,
     seed: int = 0,
-    progress: FitProgress | None = None,
+    progress: Progress | None = None,
 ) -> Chosen:
     """Return the penalty with the best accuracy on a held-out part of the images; of equals, the strongest."""
     held = held_out(len(labels), seed)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
 from stop_mim.data.augment import normalise, resize_batch
-from stop_mim.data.loader import Progress
+from stop_mim.data.stored import Progress
 from stop_mim.data.videos import Video, write_mask
 from stop_mim.errors import InputError
 from stop_mim.evaluation.overlays import write_overlays

@@ -4,13 +4,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stop_mim.data.image_source import ImageSource
-from stop_mim.data.loader import common_size
-from stop_mim.data.sources.folder import FileSource as ListedSource
+from stop_mim.data.augment import STORED_TO_USED, AugmentConfig, RandomCrop, TestView, WholeImage
+from stop_mim.data.image_source import ImageSource, common_size
 from stop_mim.errors import InputError
-
-TrainView = Literal["random_resized_crop", "resize_flip"]
-TestView = Literal["resize_crop", "resize"]
+from stop_mim.models.encoder import FrozenEncoder
 
 
 @dataclass(frozen=True)
@@ -31,9 +28,9 @@ class Protocol:
     """Weight decay of weights and biases."""
     preconditioned: bool = False
     """Steps are preconditioned by the features' curvature; learning rates are then fractions of a Newton step."""
-    train_view: TrainView = "random_resized_crop"
+    train_view: Literal["random_resized_crop", "resize_flip"] = "random_resized_crop"
     """What is seen of a training image; both kinds are also flipped, half of the time."""
-    test_view: TestView = "resize_crop"
+    test_view: Literal["resize_crop", "resize"] = "resize_crop"
     """resize_crop: the short side to 8/7 of the size, then the centre; resize: the whole image, both sides resized."""
     label: str = "class"
     """The label that it is for."""
@@ -44,6 +41,16 @@ class Protocol:
         """Return the protocol with another number of epochs and its milestones in proportion."""
         scaled = {max(1, round(milestone * epochs / self.epochs)) for milestone in self.milestones}
         return replace(self, epochs=epochs, milestones=tuple(sorted(one for one in scaled if one < epochs)))
+
+    def training_view(self, encoder: FrozenEncoder, augment: AugmentConfig) -> RandomCrop:
+        """Return what the encoder is shown of a training image."""
+        kind = RandomCrop if self.train_view == "random_resized_crop" else WholeImage
+        return kind(augment, encoder.image_size, encoder.mean, encoder.std)
+
+    def test_view_of(self, encoder: FrozenEncoder) -> TestView:
+        """Return what the encoder is shown of a test image."""
+        resize_to = round(STORED_TO_USED * max(encoder.image_size)) if self.test_view == "resize_crop" else None
+        return TestView(encoder.image_size, resize_to, encoder.mean, encoder.std)
 
 
 _WHOLE = Protocol("", 28, train_view="resize_flip", test_view="resize")
@@ -95,9 +102,8 @@ def guess_protocol(source: ImageSource, label: str = "class") -> Protocol:
     if label != "class":
         return next((one for one in _PROTOCOLS if one.label == label), PROTOCOLS["generic"])
     classes = len(source.class_names) or int(source.labels["class"].max()) + 1
-    layout = source.layout if isinstance(source, ListedSource) else ""
     for name, pattern in _NAME_PATTERNS.items():
-        is_named = layout == name or re.search(pattern, source.name, re.IGNORECASE)
+        is_named = source.layout == name or re.search(pattern, source.name, re.IGNORECASE)
         if is_named and classes == PROTOCOLS[name].classes:
             return PROTOCOLS[name]
     return PROTOCOLS["generic"]

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64, UInt8
 from scipy.spatial import KDTree
 from torch import Tensor
 
-from stop_mim.data.loader import Progress
+from stop_mim.data.stored import Progress
 from stop_mim.data.videos import Video, read_mask
 from stop_mim.errors import InputError
 

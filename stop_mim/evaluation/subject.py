@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from stop_mim.data.augment import TestView
+from stop_mim.data.batches import resident_budget
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.labelled import DecodedSource, LabelledSet
-from stop_mim.data.loader import Progress, common_size, resident_budget
+from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.data import TaskData
@@ -19,14 +21,12 @@ from stop_mim.evaluation.features import (
     Chunks,
     Features,
     LabelledFeatures,
-    View,
-    centre_view,
     encoder_fingerprint,
     extract_features,
     features_folder,
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
-from stop_mim.exchange.loading import HUB, TIMM, is_checkpoint, load_encoder, split_part
+from stop_mim.exchange.loading import HUB, TIMM, load_encoder, run_of
 from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.seeds import derive_seed
@@ -80,7 +80,7 @@ class Subject:
         self.place: str | None = None
         """The name of its own folder for files, where several encoders are evaluated."""
         self._bar = bar
-        self._features: dict[tuple[int, View], Features] = {}
+        self._features: dict[tuple[int, str], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -97,10 +97,10 @@ class Subject:
 
     def features(self, labelled: LabelledSet, data: TaskData) -> LabelledFeatures:
         """Return features and classes of the readable images of a part of the data."""
-        view = centre_view(self.protocol(data).test_view, self.encoder.image_size)
-        key = id(labelled.source), view
+        protocol = self.protocol(data)
+        key = id(labelled.source), protocol.test_view
         if key not in self._features:
-            self._features[key] = self._extract(labelled.source, view)
+            self._features[key] = self._extract(labelled.source, protocol.test_view_of(self.encoder))
         features = self._features[key].of_images(labelled.indices)
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
@@ -109,20 +109,19 @@ class Subject:
         fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
         return [features.on(self.ranks.device)] if fits else list(features.chunks)
 
-    def _extract(self, source: ImageSource, view: View) -> Features:
-        speed, device, size = self.config.speed, self.ranks.device, common_size(source)
-        workers = workers_for(speed, self.ranks)
-        decoded = source if size is None else DecodedSource(source, size, workers, self._bar(f"decoding {source.name}"))
+    def _extract(self, source: ImageSource, view: TestView) -> Features:
+        speed, device = self.config.speed, self.ranks.device
         return extract_features(
             self.encoder.to(device),
-            decoded,
+            source,
             view,
             self.layers,
             self.ranks,
             features_folder(self.fingerprint, source, view, self.layers, device),
             speed.batch_size_per_device or IMAGES_AT_A_TIME,
-            workers,
+            workers_for(speed, self.ranks),
             self._bar(f"{self.name} features of {source.name}"),
+            self._bar(f"decoding {source.name}"),
         )
 
 
@@ -131,12 +130,7 @@ def open_encoder(name: str) -> tuple[FrozenEncoder, Path | None]:
     if name.startswith(UNTRAINED):
         return _untrained(name.removeprefix(UNTRAINED)), None
     encoder = load_encoder(name)
-    return encoder, None if name.startswith((TIMM, HUB)) else _run_of(split_part(name)[0])
-
-
-def _run_of(path: Path) -> Path | None:
-    folder = path if path.is_dir() else path.parent.parent if is_checkpoint(path) else path.parent
-    return folder if RunFolder(folder).environment_file.exists() else None
+    return encoder, None if name.startswith((TIMM, HUB)) else run_of(name)
 
 
 def _untrained(name: str) -> FrozenEncoder:

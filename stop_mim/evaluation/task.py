@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from stop_mim.data.loader import Progress
+from stop_mim.data.stored import Progress
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.features import LabelledFeatures
-from stop_mim.evaluation.results import Score
 from stop_mim.registry import Registry
+from stop_mim.results import Score
 
 TASKS: Registry[type["Task"]] = Registry("task", "stop_mim.evaluation.tasks")
 
@@ -57,7 +57,6 @@ class FeatureTask(Task):
     """A task on frozen features: all processes extract them, and the main process runs `scores`."""
 
     def run(self) -> Iterator[Score]:
-        """Yield the scores of the features."""
         train, test = (self.subject.features(part, self.data) for part in (self.data.train, self.data.test))
         if self.subject.ranks.is_main:
             yield from self.scores(train, test)

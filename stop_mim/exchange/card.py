@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import stop_mim
-from stop_mim.evaluation.results import RESULTS_FILE, read_results
 from stop_mim.exchange.formats import Exported
 from stop_mim.models.encoder import Encoder
+from stop_mim.results import RESULTS_FILE, read_results
 from stop_mim.training.config import TrainConfig
 
 TAGS = ["self-supervised learning", "masked image modelling", "I-JEPA", "StoP", "stop-mim"]

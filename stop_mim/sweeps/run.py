@@ -15,7 +15,7 @@ from rich.table import Table
 
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.files import held, write_atomically
+from stop_mim.files import locked, write_atomically
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
@@ -54,7 +54,7 @@ def run_sweep(
         return SweepResult(None)
     check_data(plan, config)
     plan.out.mkdir(parents=True, exist_ok=True)
-    with held(plan.out / LOCK_FILE) as ours:
+    with locked(plan.out / LOCK_FILE) as ours:
         if not ours:
             raise InputError(f"Another sweep runs in {plan.out}: wait for it, or choose another --out.")
         plan.keep()

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 from scipy import stats
 
-from stop_mim.evaluation.results import read_results
 from stop_mim.files import write_atomically
+from stop_mim.results import read_results
 from stop_mim.sweeps.plan import SCORES_FILE, Job, Plan
 from stop_mim.training.run_folder import read_metrics
 

@@ -14,12 +14,12 @@ from stop_mim.models.objective import Objective
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
-from stop_mim.training.step import Batches, Outcome, TrainingStep
+from stop_mim.training.step import MaskedBatches, Outcome, TrainingStep
 
 STEPS_WORTH_COMPILING, STEPS_WORTH_CAPTURING = 500, 20
 STEPS_BEFORE_CAPTURE = 3
 
-Step = Callable[[Batches, ScheduledValues, int], Outcome]
+Step = Callable[[MaskedBatches, ScheduledValues, int], Outcome]
 Say = Callable[[str], None]
 
 
@@ -67,7 +67,7 @@ class CompiledStep:
         self._is_tried = False
         step.objective.compile(dynamic=False)
 
-    def __call__(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+    def __call__(self, batches: MaskedBatches, values: ScheduledValues, seed: int) -> Outcome:
         """Take a step; the first one compiles."""
         if self._is_tried:
             return self._step(batches, values, seed)
@@ -96,9 +96,9 @@ class CapturedStep:
         self._plain_steps = 0
         self._recorded: tuple[torch.cuda.CUDAGraph, Outcome] | None = None
         self._is_given_up = False
-        self._inputs: Batches = []
+        self._inputs: MaskedBatches = []
 
-    def __call__(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+    def __call__(self, batches: MaskedBatches, values: ScheduledValues, seed: int) -> Outcome:
         """Take a step."""
         if not self._is_given_up and self._inputs and _shapes(batches) != _shapes(self._inputs):
             self._give_up("the shapes of its batches change")
@@ -119,7 +119,7 @@ class CapturedStep:
         graph.replay()
         return outcome.clone()
 
-    def _on_side_stream(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+    def _on_side_stream(self, batches: MaskedBatches, values: ScheduledValues, seed: int) -> Outcome:
         """Take a plain step on another stream, which torch asks for before a capture."""
         here, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(here)
@@ -128,7 +128,7 @@ class CapturedStep:
         here.wait_stream(side)
         return outcome
 
-    def _capture(self, batches: Batches) -> tuple[torch.cuda.CUDAGraph, Outcome] | None:
+    def _capture(self, batches: MaskedBatches) -> tuple[torch.cuda.CUDAGraph, Outcome] | None:
         self._inputs = [
             (images.clone(), Masks(masks.context.clone(), masks.targets.clone())) for images, masks in batches
         ]
@@ -174,7 +174,7 @@ def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
             gc.enable()
 
 
-def _shapes(batches: Batches) -> list[tuple[torch.Size, ...]]:
+def _shapes(batches: MaskedBatches) -> list[tuple[torch.Size, ...]]:
     return [(images.shape, masks.context.shape, masks.targets.shape) for images, masks in batches]
 
 

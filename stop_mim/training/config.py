@@ -186,20 +186,3 @@ def _from_plain(kind: Any, value: Any, path: str) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and kind in (float, float | None):
         return float(value)
     return value
-
-
-def require_choices(config: object, group: str) -> None:
-    """A misspelt choice is refused here: further on it would quietly be one of the others."""
-    for name, kind in typing.get_type_hints(type(config)).items():
-        literals = [part for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is Literal]
-        choices = [choice for part in literals for choice in typing.get_args(part)]
-        value = getattr(config, name)
-        optional = type(None) in typing.get_args(kind)
-        holds = not choices or value in choices or (optional and value is None)
-        require(config, group, name, holds, f"choose {' or '.join(map(str, choices))}")
-
-
-def require(config: object, group: str, name: str, holds: bool, remedy: str) -> None:
-    """Raises InputError, with the field's name and value and the remedy, unless the condition holds."""
-    if not holds:
-        raise InputError(f"{group}.{name} is {getattr(config, name)}: {remedy}.")

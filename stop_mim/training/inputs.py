@@ -1,32 +1,43 @@
 """The inputs of a pretraining step: batches of images, each with its masks."""
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from stop_mim.data.augment import RandomCrop
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batch, Batches, Placement
-from stop_mim.data.image_source import ImageSource
 from stop_mim.data.lookahead import prefetched
-from stop_mim.data.order import ShuffledOrder
+from stop_mim.data.order import Order, ShuffledOrder
+from stop_mim.data.sources import open_source
+from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks, build_masks
 from stop_mim.models.build import build_objective
-from stop_mim.models.encoder import Encoder
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import require_possible
-from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.step import Batches as StepBatches
+from stop_mim.training.step import MaskedBatches
 
 MAX_DEFAULT_WORKERS = 8
+
+
+@runtime_checkable
+class ImageBatches(Protocol):
+    """What a run needs of its images: `Batches`, or the synthetic images of the benchmark."""
+
+    description: str
+    order: Order
+
+    def starting_at(self, batch: int = 0) -> Generator[Batch, None, None]:
+        """Yield batches without end, beginning with the one of that number."""
+        ...
 
 
 class StepInputs:
@@ -35,7 +46,10 @@ class StepInputs:
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.per_device, self.batches_per_step = split_batch(config, ranks)
-        self._encoder = check_model(config, ranks)
+        require_possible(config.speed, ranks)
+        # On the meta device, without the memory of the weights: a configuration that cannot work raises InputError.
+        with torch.device("meta"):
+            self._encoder = build_objective(config).encoder
         self.masks = build_masks(config.masks, self._encoder.grid)
         if config.speed.graph and not self.masks.has_fixed_counts:
             raise InputError(
@@ -43,41 +57,43 @@ class StepInputs:
                 "batch, which a CUDA graph cannot; leave one of the two out."
             )
 
-    def open_batches(self, source: ImageSource, bad_images: BadImages, display: ProgressDisplay) -> Batches:
-        """Open the images of this process; a bad image is replaced by the next good one."""
-        speed, ranks, seed, encoder = self.config.speed, self.ranks, self.config.seed, self._encoder
+    def open_images(self, bad_images_file: Path | None = None, progress: Progress | None = None) -> Batches:
+        """Open the images of this process; those that are kept in memory are decoded now.
+
+        Args:
+            bad_images_file: lists images that cannot be read; the next good image takes the place of each.
+            progress: shows the decoding.
+        """
+        config, speed, ranks, encoder = self.config, self.config.speed, self.ranks, self._encoder
+        if not config.data:
+            raise InputError("data is not given: add --data with a folder, a parquet file or another dataset.")
+        source, size = open_source(config.data), (self.per_device, config.seed, ranks.rank, ranks.world_size)
         return Batches(
             source,
-            ShuffledOrder(len(source), self.per_device, seed, ranks.rank, ranks.world_size, self.batches_per_step),
-            RandomCrop(self.config.augment, encoder.image_size, encoder.mean, encoder.std),
+            ShuffledOrder(len(source), *size, self.batches_per_step),
+            RandomCrop(config.augment, encoder.image_size, encoder.mean, encoder.std),
             Placement(speed.loader, speed.decode, workers_for(speed, ranks), ranks.processes_on_host),
             ranks.device,
-            seed,
-            bad_images=bad_images,
-            progress=partial(display.update, "decoding images"),
+            config.seed,
+            bad_images=BadImages(source.name, len(source), bad_images_file),
+            progress=progress,
             replace_bad=True,
         )
 
-    def draw_masks(self, number: int) -> Masks:
+    def draw_masks(self, batch: int) -> Masks:
         """Return the masks of the batch of that number."""
-        generator = seeded_generator(self.ranks.device, self.config.seed, "masks", number, self.ranks.rank)
+        generator = seeded_generator(self.ranks.device, self.config.seed, "masks", batch, self.ranks.rank)
         return self.masks.sample(self.per_device, self.ranks.device, generator)
 
-    def with_masks(self, images: Iterator[Batch], first_step: int = 0) -> Iterator[StepBatches]:
-        """Yield the batches of every step from the first on, made ahead on a GPU; `images` are those of its batches."""
-        return prefetched(self._with_masks(images, first_step), self.ranks.device)
+    def starting_at(self, images: ImageBatches, first_step: int) -> Generator[MaskedBatches, None, None]:
+        """Yield the inputs of every step from the first on, made ahead on a GPU."""
+        # Closed at the end, so that the workers of a run that fails end with it.
+        with closing(images.starting_at(first_step * self.batches_per_step)) as batches:
+            yield from prefetched(self._with_masks(batches, first_step), self.ranks.device)
 
-    def _with_masks(self, images: Iterator[Batch], first_step: int) -> Iterator[StepBatches]:
+    def _with_masks(self, batches: Iterator[Batch], first_step: int) -> Iterator[MaskedBatches]:
         for first in count(first_step * self.batches_per_step, self.batches_per_step):
-            yield [(next(images).images, self.draw_masks(first + one)) for one in range(self.batches_per_step)]
-
-
-def check_model(config: TrainConfig, ranks: Ranks) -> Encoder:
-    """Build the model on the meta device, without its memory; a configuration that cannot work raises InputError."""
-    with torch.device("meta"):
-        objective = build_objective(config)
-    require_possible(config.speed, ranks)
-    return objective.encoder
+            yield [(next(batches).images, self.draw_masks(first + one)) for one in range(self.batches_per_step)]
 
 
 def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
@@ -90,14 +106,6 @@ def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
             f"({per_device} images on each of {ranks.world_size} devices)."
         )
     return per_device, total // (per_device * ranks.world_size)
-
-
-def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:
-    """Return a config that decodes images as a checkpoint's run did: pixels depend on it by a decoder's rounding."""
-    if before.get("device") != device.type:
-        return config
-    left_open = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto" and name in before]
-    return replace(config, speed=replace(config.speed, **{name: before[name] for name in left_open}))
 
 
 def workers_for(speed: SpeedConfig, ranks: Ranks) -> int:

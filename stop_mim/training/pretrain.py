@@ -4,8 +4,8 @@ Read this first, then trainer.py (the loop), step.py (one update), models/ijepa.
 positions/stochastic.py (StoP itself).
 """
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,7 @@ import torch
 from rich.console import Console
 
 from stop_mim.constraints import check_effects
-from stop_mim.data.bad_images import BadImages
-from stop_mim.data.batches import Batch
-from stop_mim.data.sources import open_source
+from stop_mim.data.batches import Batches
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.objective import Objective
@@ -26,16 +24,15 @@ from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
-from stop_mim.training.callbacks.probe import RunProbe
+from stop_mim.training.callbacks.probe import ProbeData, RunProbe, make_probe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks, broadcast, process_group, share, wait_for_all
-from stop_mim.training.inputs import StepInputs, load_as_before
-from stop_mim.training.online_probe import ProbeData, make_probe, open_probe_data
+from stop_mim.training.inputs import ImageBatches, StepInputs
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import values_at
-from stop_mim.training.step import Batches, TrainingStep, make_optimiser
+from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
 
 CHECKPOINT_VERSION = 2
@@ -125,10 +122,8 @@ def resume(
         folder.lock(ranks.is_main),
         ProgressDisplay(console, ranks.is_main, folder.log) as display,
     ):
-        before = {} if saved is None else saved.state["run"]
-        parts = prepare(load_as_before(config, before, ranks.device), folder, ranks, display)
+        parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
         if saved is not None:
-            check_continuation(before, parts, display)
             parts.trainer.restore(saved)
         step = parts.trainer.done
         if stop_after_steps is not None and stop_after_steps < step:
@@ -140,14 +135,28 @@ def resume(
         return run(parts, folder, display)
 
 
-def prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks, display: ProgressDisplay) -> "Parts":
-    """Build everything that a run needs; cheap checks come first, then labels, then images."""
+def prepare(
+    config: TrainConfig,
+    folder: RunFolder,
+    ranks: Ranks,
+    display: ProgressDisplay,
+    before: Mapping[str, Any] | None = None,
+) -> "Parts":
+    """Build everything that a run needs; cheap checks come first, then labels, then images.
+
+    `before` is the identity of the run in the checkpoint that it continues from, see `identity_of`.
+    """
+    if before is not None:
+        config = load_as_before(config, before, ranks.device)
     inputs = StepInputs(config, ranks)
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
     bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
-    images = open_images(config, inputs, bad_images, display)
+    images = inputs.open_images(bad_images, partial(display.update, "decoding images"))
+    identity = identity_of(inputs, images)
+    if before is not None:
+        check_continuation(before, identity, config.data, display)
     parts = assemble(config, inputs, images, display.say, display.warn)
-    objective, log, steps_per_epoch = parts.objective, config.log, images.steps_per_epoch
+    objective, log, steps_per_epoch = parts.objective, config.log, parts.steps_per_epoch
     measuring: list[Callback] = [WatchHealth(objective, log.health_every_steps, display.warn)]
     if probe_data is not None:
         measuring.append(open_probe(parts, probe_data, folder, display))
@@ -156,36 +165,23 @@ def prepare(config: TrainConfig, folder: RunFolder, ranks: Ranks, display: Progr
         RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, measuring, log.tensorboard),
         ShowProgress(partial(display.update, "training")),
         RecordStatus(folder),
-        SaveRun(folder, config.checkpoint, steps_per_epoch, objective.frozen, parts.identity),
+        SaveRun(folder, config.checkpoint, steps_per_epoch, objective.frozen, identity),
     ]
     return parts
 
 
 def run(parts: "Parts", folder: RunFolder, display: ProgressDisplay) -> TrainResult:
     """Train to the end of the run, or to `stop_after_steps`."""
-    trainer, images, encoder = parts.trainer, parts.images, parts.objective.encoder
-    end = parts.config.stop_after_steps
+    config, trainer, encoder = parts.config, parts.trainer, parts.objective.encoder
     parameters = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
     display.say(f"run        {folder.path}")
-    display.say(f"data       {images.description}")
+    display.say(f"data       {config.data}; {parts.images.description}")
     display.say(f"masks      {parts.inputs.masks}")
     display.say(f"encoder    {parameters:.1f} M parameters, {encoder.grid[0]}x{encoder.grid[1]} patches")
-    display.say(f"steps      {trainer.done} of {trainer.total_steps} done, {images.steps_per_epoch} per epoch")
+    display.say(f"steps      {trainer.done} of {trainer.total_steps} done, {parts.steps_per_epoch} per epoch")
     display.say(f"device     {trainer.ranks.device}")
-    trainer.run(end)
+    trainer.run(config.stop_after_steps)
     return TrainResult(folder.path, trainer.done, trainer.total_steps, trainer.loss, trainer.interrupted_by)
-
-
-@dataclass(frozen=True)
-class Images:
-    """The images of a run."""
-
-    starting_at: Callable[[int], Generator[Batch]]
-    """Returns the batches of this process, from the batch of that number on."""
-    steps_per_epoch: int
-    description: str
-    identity: dict[str, Any]
-    """Fingerprint and loader; kept in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -194,52 +190,34 @@ class Parts:
 
     config: TrainConfig
     inputs: StepInputs
-    images: Images
+    images: ImageBatches
+    steps_per_epoch: int
     objective: Objective
     autocast: AbstractContextManager[Any]
     trainer: Trainer
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must agree with; kept in checkpoints."""
-        ranks = self.inputs.ranks
-        return {
-            "version": CHECKPOINT_VERSION,
-            **self.images.identity,
-            "world_size": ranks.world_size,
-            "batch_size_per_device": self.inputs.per_device,
-            "device": ranks.device.type,
-        }
 
 
 def assemble(
     config: TrainConfig,
     inputs: StepInputs,
-    images: Images,
+    images: ImageBatches,
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> Parts:
     """Build objective, optimiser, step and trainer; the callbacks that do not change the training are left to the caller."""
-    ranks, device = inputs.ranks, inputs.ranks.device
-    total_steps = config.optim.epochs * images.steps_per_epoch
+    ranks, device, optim = inputs.ranks, inputs.ranks.device, config.optim
+    steps_per_epoch = images.order.batches_per_epoch // inputs.batches_per_step
+    total_steps = optim.epochs * steps_per_epoch
     torch.manual_seed(derive_seed(config.seed, "weights"))
     objective = build_objective(config, total_steps).to(device)
-    optimiser = make_optimiser(objective, config.optim, device)
+    optimiser = make_optimiser(objective, optim, device)
     autocast = autocast_for(config.speed.precision, device)
-    clip = config.optim.clip_gradient_norm
-    step = TrainingStep(share(objective, ranks), objective, optimiser, ranks, autocast, clip)
-    # Decided by the length of the whole run, so that a resumed session computes as the first one did.
-    fast_step = accelerate(step, config.speed, total_steps, say, warn, inputs.masks.has_fixed_counts)
-
-    def batches(first_step: int) -> Generator[Batches]:
-        # Closed at the end, so that the workers of a run that failed end with it.
-        with closing(images.starting_at(first_step * inputs.batches_per_step)) as found:
-            yield from inputs.with_masks(found, first_step)
-
+    step = TrainingStep(share(objective, ranks), objective, optimiser, ranks, autocast, optim.clip_gradient_norm)
     trainer = Trainer(
-        step=fast_step,
-        batches=batches,
-        schedule=lambda step: values_at(step, images.steps_per_epoch, config.optim),
+        # Decided by the length of the whole run, so that a resumed session computes as the first one did.
+        step=accelerate(step, config.speed, total_steps, say, warn, inputs.masks.has_fixed_counts),
+        batches=partial(inputs.starting_at, images),
+        schedule=lambda step: values_at(step, steps_per_epoch, optim),
         total_steps=total_steps,
         model=objective,
         optimiser=optimiser,
@@ -249,43 +227,56 @@ def assemble(
         warn=warn,
         remedy=REMEDY,
     )
-    return Parts(config, inputs, images, objective, autocast, trainer)
-
-
-def open_images(
-    config: TrainConfig, inputs: StepInputs, bad_images_file: Path | None, display: ProgressDisplay
-) -> Images:
-    """Open the dataset; images that can be kept in memory are decoded now."""
-    if not config.data:
-        raise InputError("data is not given: add --data with a folder, a parquet file or another name of a dataset.")
-    source = open_source(config.data)
-    batches = inputs.open_batches(source, BadImages(source.name, len(source), bad_images_file), display)
-    identity = {"data": source.fingerprint(), **batches.choices}
-    steps_per_epoch = batches.order.batches_per_epoch // inputs.batches_per_step
-    return Images(batches.starting_at, steps_per_epoch, f"{config.data}; {batches.description}", identity)
+    return Parts(config, inputs, images, steps_per_epoch, objective, autocast, trainer)
 
 
 def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: ProgressDisplay) -> RunProbe:
     """Decode the labelled images in the main process; the other processes wait for it, or fail with it."""
-    config, ranks, encoder = parts.config, parts.inputs.ranks, parts.objective.frozen
-    probe, complaint = None, None
+    config, ranks, probe, complaint = parts.config, parts.inputs.ranks, None, None
     if ranks.is_main:
-        progress = partial(display.update, "decoding labelled images")
         try:
-            probe = make_probe(config.probe, data, encoder, ranks.device, config.seed, folder.bad_images_file, progress)
+            probe = make_probe(
+                config.probe,
+                data,
+                parts.objective.frozen,
+                parts.autocast,
+                ranks.device,
+                config.seed,
+                folder.bad_images_file,
+                partial(display.update, "decoding labelled images"),
+            )
         except InputError as error:
             complaint = str(error)
     complaint = broadcast(complaint, ranks)
     if complaint is not None:
         raise InputError(complaint)
-    return RunProbe(config.probe, probe, data.fingerprint, encoder, parts.autocast, display)
+    return RunProbe(config.probe, probe, data.fingerprint, display)
 
 
-def check_continuation(before: dict[str, Any], parts: Parts, display: ProgressDisplay) -> None:
+def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:
+    """Return what a resumed run is compared with; kept in checkpoints."""
+    return {
+        "version": CHECKPOINT_VERSION,
+        "data": images.source.fingerprint(),
+        **images.choices,
+        "world_size": inputs.ranks.world_size,
+        "batch_size_per_device": inputs.per_device,
+        "device": inputs.ranks.device.type,
+    }
+
+
+def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:
+    """Return a config that decodes images as a checkpoint's run did: pixels depend on it by a decoder's rounding."""
+    if before["device"] != device.type:
+        return config
+    left_open = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto"]
+    return replace(config, speed=replace(config.speed, **{name: before[name] for name in left_open}))
+
+
+def check_continuation(before: Mapping[str, Any], now: Mapping[str, Any], data: str, display: ProgressDisplay) -> None:
     """Refuse other data than those of the checkpoint; warn of what makes random draws differ."""
-    now = parts.identity
     if before["data"] != now["data"]:
-        raise InputError(f"The data '{parts.config.data}' have changed: restore them, or start a new run.")
+        raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
     if any(before[name] != now[name] for name in ("world_size", "batch_size_per_device")):
         display.warn(
             f"This run began with {before['world_size']} process(es) of {before['batch_size_per_device']} images and "

@@ -3,7 +3,7 @@
 A variant is `dataclasses.replace`, or an option on the command line. A plugin adds its own with `RECIPES.register(name)`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stop_mim.data.augment import AugmentConfig
@@ -96,15 +96,6 @@ def stop_tiny_imagenet() -> TrainConfig:
     )
 
 
-@recipe
-def ijepa_tiny_imagenet() -> TrainConfig:
-    """I-JEPA counterpart of stop-tiny-imagenet: fixed sine-cosine positions.
-
-    stop-mim pretrain ijepa-tiny-imagenet --data tiny-imagenet/train.parquet
-    """
-    return replace(stop_tiny_imagenet(), positions=SINCOS)
-
-
 def _imagenet(encoder: EncoderConfig, predictor_depth: int, optim: OptimConfig) -> TrainConfig:
     return TrainConfig(
         data="",
@@ -146,24 +137,6 @@ def stop_vith14() -> TrainConfig:
     return _imagenet(EncoderConfig(size="huge", patch_size=14), 12, optim)
 
 
-@recipe
-def ijepa_vitb16() -> TrainConfig:
-    """I-JEPA counterpart of stop-vitb16: fixed sine-cosine positions and a learned mask token."""
-    return replace(stop_vitb16(), positions=SINCOS)
-
-
-@recipe
-def ijepa_vitl16() -> TrainConfig:
-    """I-JEPA counterpart of stop-vitl16: fixed sine-cosine positions and a learned mask token."""
-    return replace(stop_vitl16(), positions=SINCOS)
-
-
-@recipe
-def ijepa_vith14() -> TrainConfig:
-    """I-JEPA counterpart of stop-vith14: fixed sine-cosine positions and a learned mask token."""
-    return replace(stop_vith14(), positions=SINCOS)
-
-
 def _as_released(config: TrainConfig, sigma: float = 0.25) -> TrainConfig:
     return replace(
         config,
@@ -175,25 +148,37 @@ def _as_released(config: TrainConfig, sigma: float = 0.25) -> TrainConfig:
 
 @recipe
 def stop_vitb16_release() -> TrainConfig:
-    """ViT-B/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey."""
+    """ViT-B/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitb16-release --data imagenet --speed.batch-size-per-device 256
+    """
     return _as_released(stop_vitb16())
 
 
 @recipe
 def stop_vitl16_release() -> TrainConfig:
-    """ViT-L/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey."""
+    """ViT-L/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitl16-release --data imagenet --speed.batch-size-per-device 128
+    """
     return _as_released(stop_vitl16())
 
 
 @recipe
 def stop_vith16_release() -> TrainConfig:
-    """ViT-H/16 as in the released StoP code: sigma 0.2 as a std, bias instead of m̃, its mask sampler, flip, blur, grey."""
+    """ViT-H/16 as in the released StoP code: sigma 0.2 as a std, bias instead of m̃, its mask sampler, flip, blur, grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vith16-release --data imagenet --speed.batch-size-per-device 64
+    """
     return _as_released(replace(stop_vith14(), encoder=EncoderConfig(size="huge")), sigma=0.2)
 
 
 @recipe
 def ijepa_vitb16_release() -> TrainConfig:
-    """The fixed-position baseline of the released StoP code, ViT-B/16: masked tokens are ψ alone."""
+    """The fixed-position baseline of the released StoP code, ViT-B/16: masked tokens are ψ alone.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vitb16-release --data imagenet --speed.batch-size-per-device 256
+    """
     config = stop_vitb16_release()
     return replace(config, positions=replace(config.positions, kind="sincos"))
 
@@ -257,24 +242,6 @@ def mae_vith14() -> TrainConfig:
 
 
 @recipe
-def stop_mae_vitb16() -> TrainConfig:
-    """StoP counterpart of mae-vitb16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
-    return replace(mae_vitb16(), positions=STOP)
-
-
-@recipe
-def stop_mae_vitl16() -> TrainConfig:
-    """StoP counterpart of mae-vitl16: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
-    return replace(mae_vitl16(), positions=STOP)
-
-
-@recipe
-def stop_mae_vith14() -> TrainConfig:
-    """StoP counterpart of mae-vith14: stochastic positions of the decoder's masked tokens (the paper reports no success)."""
-    return replace(mae_vith14(), positions=STOP)
-
-
-@recipe
 def mae_tiny_imagenet() -> TrainConfig:
     """MAE, ViT-S/8 on 64x64 images, decoder 4x192: the data, encoder and length of stop-tiny-imagenet.
 
@@ -291,21 +258,12 @@ def mae_tiny_imagenet() -> TrainConfig:
 
 
 @recipe
-def stop_mae_tiny_imagenet() -> TrainConfig:
-    """StoP counterpart of mae-tiny-imagenet: stochastic positions of the decoder's masked tokens.
-
-    stop-mim pretrain stop-mae-tiny-imagenet --data tiny-imagenet/train.parquet
-    """
-    return replace(mae_tiny_imagenet(), positions=STOP)
-
-
-@recipe
 def data2vec_vitb16() -> TrainConfig:
     """data2vec, ViT-B/16 on ImageNet-1k: 800 epochs, targets from the top 6 layers, 120 of 196 patches masked in blocks.
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain data2vec-vitb16 --data imagenet --speed.batch-size-per-device 128
-    Unlike the published model, the encoder has no relative positions, layer scale or class token. This recipe has not
-    been run in full.
+    Unlike the published model, the encoder has no relative positions, layer scale or class token, and drops no paths (the
+    published rate is 0.25). This recipe has not been run in full.
     """
     return TrainConfig(
         data="",
@@ -331,12 +289,6 @@ def data2vec_vitb16() -> TrainConfig:
 
 
 @recipe
-def stop_data2vec_vitb16() -> TrainConfig:
-    """StoP counterpart of data2vec-vitb16: stochastic positions of masked patches, with the patch embedding as A."""
-    return replace(data2vec_vitb16(), positions=STOP)
-
-
-@recipe
 def data2vec_tiny_imagenet() -> TrainConfig:
     """data2vec, ViT-S/8 on 64x64 images, targets from the top 6 layers: the data and length of stop-tiny-imagenet.
 
@@ -357,10 +309,46 @@ def data2vec_tiny_imagenet() -> TrainConfig:
     )
 
 
-@recipe
-def stop_data2vec_tiny_imagenet() -> TrainConfig:
-    """StoP counterpart of data2vec-tiny-imagenet: stochastic positions of masked patches, with the patch embedding as A.
+def register_twins(names: str, originals: str, sizes: Sequence[str], positions: PositionsConfig, summary: str) -> None:
+    """Register recipes that differ from others in their positions alone.
 
-    stop-mim pretrain stop-data2vec-tiny-imagenet --data tiny-imagenet/train.parquet
+    Args:
+        names: name of a twin, with {} for the size.
+        originals: name of its original, with {} for the size.
+        sizes: such as vitb16.
+        positions: the positions of the twins.
+        summary: first line of their docstrings, with {} for the name of the original.
     """
-    return replace(data2vec_tiny_imagenet(), positions=STOP)
+    for size in sizes:
+        name, original = names.format(size), RECIPES[originals.format(size)]
+
+        def twin(original: Recipe = original) -> TrainConfig:
+            return replace(original(), positions=positions)
+
+        command = (original.__doc__ or "").splitlines()[2].replace(originals.format(size), name)
+        twin.__doc__ = f"{summary.format(originals.format(size))}\n\n{command}\n    "
+        RECIPES.register(name)(twin)
+
+
+VIT_SIZES = ("vitb16", "vitl16", "vith14")
+register_twins(
+    "ijepa-{}",
+    "stop-{}",
+    (*VIT_SIZES, "tiny-imagenet"),
+    SINCOS,
+    "I-JEPA counterpart of {}: fixed sine-cosine positions and a learned mask token.",
+)
+register_twins(
+    "stop-mae-{}",
+    "mae-{}",
+    (*VIT_SIZES, "tiny-imagenet"),
+    STOP,
+    "StoP counterpart of {}: stochastic positions of the decoder's masked tokens (the paper reports no success).",
+)
+register_twins(
+    "stop-data2vec-{}",
+    "data2vec-{}",
+    ("vitb16", "tiny-imagenet"),
+    STOP,
+    "StoP counterpart of {}: stochastic positions of masked patches, with the patch embedding as A.",
+)

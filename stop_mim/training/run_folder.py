@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from stop_mim.errors import InputError
-from stop_mim.files import held, write_atomically
+from stop_mim.files import locked, remove_temporaries, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import TrainConfig, from_json, to_json
@@ -56,13 +56,19 @@ class RunFolder:
 
     @contextmanager
     def lock(self, is_main: bool) -> Iterator[None]:
-        """Keep other processes from training in this directory; the main process of a run holds the lock for all."""
+        """Keep other runs from training in this directory, and remove partial files that a killed one left behind.
+
+        The main process of a run holds the lock for all.
+        """
         if not is_main:
             yield
             return
-        with held(self.path / LOCK_FILE) as is_ours:
+        with locked(self.path / LOCK_FILE) as is_ours:
             if not is_ours:
                 raise InputError(f"{self.path} is being trained by another process: wait for it, or stop it first.")
+            written = (self.config_file, self.environment_file, self.status_file, self.metrics_file, self.encoder_file)
+            remove_temporaries(self.path, [file.name for file in written])
+            remove_temporaries(self.checkpoints, ["step-*"])
             yield
 
     def discard_bad_images(self) -> None:
@@ -124,9 +130,6 @@ class RunFolder:
         for later, path in checkpoints_in(self.checkpoints).items():
             if later > step:
                 path.replace(path.with_name(f"{path.name}.superseded"))
-        # A process that was killed while it saved leaves a partial checkpoint behind.
-        for partial in self.checkpoints.glob(".step-*"):
-            partial.unlink()
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Append the measurements of a step to metrics.jsonl."""

@@ -1,10 +1,9 @@
-"""Schedules as pure functions of the step: learning rate, weight decay, target momentum, sigma."""
+"""Schedules as pure functions of the step: learning rate, weight decay, target momentum."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from stop_mim.training.config import OptimConfig, PositionsConfig
+from stop_mim.training.config import OptimConfig
 
 
 def linear(progress: float, start: float, final: float) -> float:
@@ -45,11 +44,3 @@ def values_at(step: int, steps_per_epoch: int, optim: OptimConfig) -> ScheduledV
         weight_decay=cosine(held / last, optim.weight_decay, optim.final_weight_decay),
         ema_momentum=linear(step / last, optim.ema_start, optim.ema_final),
     )
-
-
-def sigma_schedule(positions: PositionsConfig, total_steps: int) -> float | Callable[[int], float]:
-    """Return sigma as a number, or as a function of the step if it moves."""
-    if positions.sigma_start is None or positions.sigma_start == positions.sigma:
-        return positions.sigma
-    start, curve = positions.sigma_start, {"linear": linear, "cosine": cosine}[positions.sigma_schedule]
-    return lambda step: curve(step / max(total_steps - 1, 1), start, positions.sigma)

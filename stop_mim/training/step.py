@@ -19,7 +19,7 @@ from stop_mim.training.config import OptimConfig
 from stop_mim.training.distributed import Ranks, reduce_mean
 from stop_mim.training.schedules import ScheduledValues
 
-Batches = Sequence[tuple[Float[Tensor, "batch 3 height width"], Masks]]
+MaskedBatches = Sequence[tuple[Float[Tensor, "batch 3 height width"], Masks]]
 Outcome = Float[Tensor, "3"]
 """Loss, gradient norm, and whether the weights were updated, on the device."""
 
@@ -84,7 +84,7 @@ class TrainingStep:
         self._kept = torch.ones((), device=ranks.device)
         self._target_weight = torch.zeros((), device=ranks.device)
 
-    def __call__(self, batches: Batches, values: ScheduledValues, seed: int) -> Outcome:
+    def __call__(self, batches: MaskedBatches, values: ScheduledValues, seed: int) -> Outcome:
         """Take a step."""
         self.schedule(values, seed)
         return self.run(batches)
@@ -100,7 +100,7 @@ class TrainingStep:
         self._target_weight.fill_(1 - values.ema_momentum)
         self.generator.manual_seed(seed)
 
-    def run(self, batches: Batches) -> Outcome:
+    def run(self, batches: MaskedBatches) -> Outcome:
         """Take the step that was scheduled."""
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.ranks.device)

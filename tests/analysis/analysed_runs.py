@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stop_mim.evaluation.results import Evaluation, Score, add_results
+from stop_mim.results import Evaluation, Score, add_results
 from stop_mim.training.config import (
     CheckpointConfig,
     EncoderConfig,

@@ -8,7 +8,7 @@ from analysed_runs import pretend, probed
 from matplotlib.figure import Figure
 
 from stop_mim.analysis import figures, theory
-from stop_mim.analysis.drawing import STYLE, save_figure, set_sigma_axis
+from stop_mim.analysis.drawing import STYLE, set_sigma_axis
 from stop_mim.analysis.figures import FIGURES, draw_figures
 from stop_mim.analysis.runs import read_records
 from stop_mim.errors import InputError
@@ -75,10 +75,8 @@ def test_all_figures_are_written_as_pdf_and_png(sweep, tmp_path, quick_theory):
         ("3", ["fixed", "tied-0.1", "tied-1.0", "identity-0.1", "identity-1.0"], 1),
         ("4", ["tied-0.1", "tied-1.0"], 3),
         # Three queries without noise, as a sample and as a mean, and the colour bar.
-        ("5", ["tied-0.25"], 3 * 3 + 1),
         ("5", ["fixed", "tied-0.25", "identity-0.1"], 3 * 5 + 1),
         # Four images, their contexts and a map for each kind of run.
-        ("6", ["tied-0.25"], 4 * 3 + 1),
         ("6", ["fixed", "tied-0.1", "tied-1.0"], 4 * 5 + 1),
         ("covariance", ["tied-0.1", "tied-1.0"], 3),
         ("loss", ["fixed", "tied-1.0"], 3),
@@ -204,10 +202,11 @@ def test_mistakes_are_one_sentence_each(sweep, stop_run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_of_all_those_that_cannot_be_drawn_are_left_out(sweep, tmp_path, quick_theory):
+def test_of_all_those_that_cannot_be_drawn_are_left_out(sweep, tmp_path, monkeypatch):
+    monkeypatch.setattr(FIGURES, "_entries", {name: FIGURES[name] for name in ("3", "4", "loss")})
     told = []
     files = draw_figures(["all"], named(sweep, "tied-0.25"), tmp_path, told.append)
-    assert {file.stem.removeprefix("figure-") for file in files} == set(FIGURES) - {"3", "4"}
+    assert {file.stem.removeprefix("figure-") for file in files} == {"loss"}
     assert [text.split(":")[0] for text in told] == ["Figure 3 is left out", "Figure 4 is left out"]
 
 
@@ -221,11 +220,3 @@ def test_a_new_figure_is_one_function(tmp_path):
         assert len(draw_figures(["mine"], [], tmp_path)) == 2
     finally:
         del FIGURES._entries["mine"]
-
-
-def test_a_figure_that_fails_leaves_nothing_behind(tmp_path):
-    figure = figures.Figure()
-    figure.subplots().set_title(r"$\nonsense{$")
-    with pytest.raises(ValueError, match="nonsense"):
-        save_figure(figure, tmp_path / "figure-x")
-    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from stop_mim.analysis.noise import (
-    cosines,
     effective_rank,
     identified,
     most_similar,
@@ -95,11 +94,6 @@ def test_learned_positions_have_no_frequencies_and_other_noise_no_covariance():
             noise_spectrum(positions)
 
 
-def test_cosines():
-    found = cosines(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 2.0], [-1.0, 0.0]]))
-    assert found.tolist() == [pytest.approx([0.6, 0.0, -1.0])]
-
-
 def test_without_noise_all_maps_are_the_fixed_one_and_with_it_they_are_not():
     for positions in (stochastic(sigma=0.0), SinCosPositions(GRID, DIM), JitteredPositions(GRID, DIM, scale=0.0)):
         maps = similarity_maps(positions, PATCH, seeded(), draws=4)
@@ -111,15 +105,9 @@ def test_without_noise_all_maps_are_the_fixed_one_and_with_it_they_are_not():
     noisy = similarity_maps(stochastic(scale=3.0), PATCH, seeded())
     assert noisy.mean.max() < 0.9
     assert not torch.allclose(noisy.sample, noisy.mean, atol=0.02)
-    with pytest.raises(InputError, match=r"24.* 0 to 23"):
-        similarity_maps(stochastic(), 24, seeded())
 
 
-def test_the_mean_is_over_samples_and_falls_as_noise_grows():
-    positions = stochastic(scale=2.0)
-    samples = noisy_positions(positions, PATCH, 64, seeded())
-    expected = cosines(samples, positions.table()).mean(0).unflatten(0, GRID)
-    assert torch.allclose(similarity_maps(positions, PATCH, seeded(), draws=64).mean, expected)
+def test_the_mean_falls_as_noise_grows():
     peaks = [similarity_maps(stochastic(scale), PATCH, seeded()).mean.max().item() for scale in (0.0, 0.5, 2.0, 8.0)]
     assert peaks == sorted(peaks, reverse=True)
 

@@ -19,9 +19,9 @@ from stop_mim.analysis.report import embedded_json, write_report
 from stop_mim.analysis.report_data import MAX_IMAGES, position_maps, spread_out, thinned
 from stop_mim.analysis.runs import open_run
 from stop_mim.errors import InputError
-from stop_mim.evaluation.results import Score
 from stop_mim.models.build import build_objective
 from stop_mim.positions import SinCosPositions, StochasticPositions
+from stop_mim.results import Score
 from stop_mim.training.checkpoint import Checkpoint, checkpoint_path, save_checkpoint
 from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 from stop_mim.training.run_folder import RunFolder, read_metrics

@@ -27,9 +27,9 @@ def places(reach):
 
 def test_a_convolution_with_a_gaussian_damps_a_wave_by_its_frequency():
     r = places(5)
-    for omega, std in ((1.0, 1.0), (2.0, 0.5), (0.5, 3.0)):
-        smooth = convolution(lambda x, omega=omega: torch.sin(omega * x), r, std)
-        assert torch.allclose(smooth, math.exp(-((omega * std) ** 2) / 2) * torch.sin(omega * r), atol=1e-6)
+    for omega in (0.5, 1.0, 1.5):
+        smooth = convolution(lambda x, omega=omega: torch.sin(omega * x), r)
+        assert torch.allclose(smooth, math.exp(-(omega**2) / 2) * torch.sin(omega * r), atol=1e-6)
 
 
 def test_with_a_flat_prior_the_optimum_is_the_convolution():
@@ -55,20 +55,6 @@ def test_with_another_prior_it_is_not_either():
     assert torch.allclose(convolution(lambda x: x, r), r, atol=1e-6)
     wider = optimal_predictor(lambda x: x, normal_prior(10.0, 4001), r)
     assert torch.allclose(wider, r * 100 / 101, atol=1e-5)
-
-
-def test_the_optimum_has_a_smaller_squared_error_than_the_convolution():
-    prior, generator = normal_prior(1.0), torch.Generator().manual_seed(0)
-    x = prior.sample(20_000, generator)
-    noisy = x + torch.randn(len(x), generator=generator, dtype=torch.float64)
-    errors = [
-        (predictor(noisy) - square_wave(x)).square().mean().item()
-        for predictor in (
-            lambda r: optimal_predictor(square_wave, prior, r),
-            lambda r: convolution(square_wave, r),
-        )
-    ]
-    assert errors[0] < 0.97 * errors[1]
 
 
 @pytest.mark.parametrize(("prior", "reach"), [(uniform_prior(6.0), 6.0), (normal_prior(1.0), 2.5)])
@@ -105,21 +91,10 @@ def test_where_the_context_does_not_matter_zero_is_stationary_however_tied():
     assert informative.tied.norm() > 20 * many.tied.norm()
 
 
-def test_sampled_noise_adds_no_bias_to_the_gradient_at_zero():
-    few, many = (gradients_at_zero(ToyTask(), count) for count in (400, 40_000))
-    apart = [(found.tied - found.deterministic).norm().item() for found in (few, many)]
-    assert 1 / 20 < apart[1] / apart[0] < 1 / 4
-    assert apart[1] < 0.05 * many.deterministic.norm().item()
-
-
 def test_a_tied_A_stays_and_an_untied_one_is_silenced():
     tied, untied = (train_toy(ToyTask(), tying, steps=250) for tying in ("tied", "untied"))
-    assert tied.noise_norm == tied.context_norm
     assert tied.noise_norm[-1] > 2
     assert untied.noise_norm[-1] < 0.5 * untied.noise_norm[0]
-    assert untied.context_norm[-1] > untied.context_norm[0]
-    # What the tied model cannot get rid of costs it something.
-    assert untied.loss[-1] < tied.loss[-1] < tied.loss[0]
 
 
 def test_simulations_can_be_repeated_and_leave_the_global_stream_alone():

@@ -57,7 +57,7 @@ def test_the_loader_is_measured_where_data_are_given_and_its_workers_end(tiny, s
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_captured_step_and_its_parts_on_a_gpu(tiny, short, kind):
     speed = replace(tiny().speed, device="cuda", compile=False, graph=True)

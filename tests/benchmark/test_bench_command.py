@@ -25,38 +25,13 @@ def test_the_demo_is_measured_with_other_sizes_and_written(tmp_path, capsys, mon
     assert (written["recipe"], written["config"]["encoder"]["width"]) == ("demo", 24)
 
 
-def test_data_that_are_given_are_loaded(capsys):
-    main(["bench", "demo", *TINY, "--data", "scenes:count=12,size=32"])
-    shown = capsys.readouterr().out
-    assert "data (loader)" in shown
-    assert "scenes:count=12,size=32" in shown
-
-
-def test_help_lists_recipes_and_fields(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "--help"])
-    assert "stop-vitb16" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "demo", "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--bench.scaling" in shown
-    assert "--positions.sigma" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "recipe"),
-        (["nothing"], "There is no recipe 'nothing'"),
         (["demo", "--bench.repeats", "0"], "bench.repeats is 0"),
-        (["demo", "--bench.step", "1"], "--bench.steps"),
         (["demo", "--bench.json", "no/such/folder/bench.json"], "bench.json"),
         (["demo", "--optim.batch-size", "10000000000000", "--speed.device", "cpu"], "do not fit into the memory of"),
-        (["demo", "--speed.device", "tpu"], "speed.device is 'tpu'"),
-        (["demo", "--masks.target-scale", "0.9", "1.0"], "masks"),
         (["stop-tiny-imagenet", "--bench.images", "data"], "data is not given"),
-        (["demo", "--data", "no/such/data"], "no/such/data"),
         (["demo", "--objective.kind", "mae", "--bench.compare"], "bench.compare is on"),
     ],
 )

@@ -8,7 +8,6 @@ from stop_mim.benchmark.timing import (
     busy_seconds,
     call_seconds,
     covered,
-    matrix_ceiling,
     run_seconds,
 )
 
@@ -35,13 +34,6 @@ def test_overlapping_intervals_count_once(intervals, length):
     assert covered(intervals) == length
 
 
-def test_every_call_is_made_and_only_the_later_ones_are_timed():
-    calls = []
-    seconds = call_seconds(lambda: calls.append(1), CPU, 5, 3)
-    assert (len(calls), len(seconds)) == (8, 5)
-    assert all(one > 0 for one in seconds)
-
-
 def test_a_run_is_divided_by_its_steps(monkeypatch):
     ticks = iter([0.0, 10.0, 20.0, 40.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
@@ -50,12 +42,7 @@ def test_a_run_is_divided_by_its_steps(monkeypatch):
     assert len(calls) == 10
 
 
-def test_the_cpu_has_a_ceiling_and_no_kernels():
-    assert matrix_ceiling(CPU, torch.float32) > 0
-    assert busy_seconds(lambda: None, CPU, 1) is None
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_events_and_profiler_see_the_work_of_a_gpu():
     device = torch.device("cuda", 0)
     matrix = torch.randn(4096, 4096, device=device)

@@ -1,27 +1,25 @@
+"""CLEVR: labels of the right images, and files of scenes that cannot be used."""
+
 import json
-import pickle
 
 import numpy as np
-import PIL.Image
 import pytest
+from written_images import one_sentence, shades, write
 
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 
 
-def scene(file, distances, **others):
+def scene(file, distances):
     things = [{"shape": "cube", "3d_coords": [0.0, 0.0, 0.1], "pixel_coords": [3, 2, value]} for value in distances]
-    return {"image_index": 0, "objects": things, "relationships": {"left": [[]]}, "image_filename": file, **others}
+    return {"image_index": 0, "objects": things, "relationships": {"left": [[]]}, "image_filename": file}
 
 
 def write_split(folder, split, scenes, images=None):
-    (folder / "images" / split).mkdir(parents=True, exist_ok=True)
+    for shade, file in enumerate(images or [one["image_filename"] for one in scenes]):
+        write(folder / "images" / split / file, shade)
     (folder / "scenes").mkdir(exist_ok=True)
-    names = [one["image_filename"] for one in scenes] if images is None else images
-    for shade, file in enumerate(names):
-        PIL.Image.new("RGB", (6, 4), (shade, 0, 0)).save(folder / "images" / split / file)
-    content = {"info": {"split": split}, "scenes": scenes}
-    (folder / "scenes" / f"CLEVR_{split}_scenes.json").write_text(json.dumps(content))
+    (folder / "scenes" / f"CLEVR_{split}_scenes.json").write_text(json.dumps({"scenes": scenes}))
 
 
 @pytest.fixture
@@ -36,10 +34,7 @@ def clevr(tmp_path):
 def refusal(folder, split="train"):
     with pytest.raises(InputError) as error:
         open_source(str(folder), split)
-    message = str(error.value)
-    assert message.endswith(".")
-    assert "\n" not in message
-    return message
+    return one_sentence(error)
 
 
 def test_labels_belong_to_the_images_of_their_names(clevr):
@@ -48,7 +43,7 @@ def test_labels_belong_to_the_images_of_their_names(clevr):
     assert [source.image_name(index) for index in range(2)] == ["CLEVR_train_000000.png", "CLEVR_train_000002.png"]
     assert source.labels["count"].tolist() == [3, 4]
     assert source.labels["distance"].tolist() == [8.5, 9.25]
-    assert [int(source.read(index)[0, 0, 0]) for index in range(2)] == [1, 0]
+    assert shades(source) == [1, 0]
     assert source.size(0) == (4, 6)
     assert source.describe(1) == str(clevr / "images" / "train" / "CLEVR_train_000002.png")
     # The same kinds of numbers as those of drawn scenes.
@@ -57,23 +52,16 @@ def test_labels_belong_to_the_images_of_their_names(clevr):
 
 
 def test_the_test_split_is_val(clevr):
+    (clevr / "images" / "test").mkdir()
     for split in ("test", "val", "validation"):
         source = open_source(str(clevr), split)
         assert source.image_name(0) == "CLEVR_val_000000.png"
         assert source.labels["count"].tolist() == [1]
-    (clevr / "images" / "test").mkdir()
-    assert open_source(str(clevr), "test").image_name(0) == "CLEVR_val_000000.png"
-    assert "has no split 'extra': choose one of train, val." in refusal(clevr, "extra")
+    assert "'extra': choose one of train, val." in refusal(clevr, "extra")
 
 
-def test_a_missing_split_is_told(tmp_path):
-    write_split(tmp_path, "train", [scene("a.png", [9])])
-    assert refusal(tmp_path, "test") == f"{tmp_path} has no split 'test': choose one of train."
-
-
-def test_the_fingerprint_tells_of_images_and_scenes(clevr):
+def test_labels_enter_the_fingerprint(clevr):
     before = open_source(str(clevr)).fingerprint()
-    assert pickle.loads(pickle.dumps(open_source(str(clevr)))).fingerprint() == before
     path = clevr / "scenes" / "CLEVR_train_scenes.json"
     path.write_text(path.read_text().replace("9.25", "9.5"))
     assert open_source(str(clevr)).fingerprint() != before
@@ -81,8 +69,7 @@ def test_the_fingerprint_tells_of_images_and_scenes(clevr):
 
 def test_a_folder_of_classes_called_images_and_scenes_is_not_clevr(tmp_path):
     for name in ("images", "scenes"):
-        (tmp_path / name).mkdir()
-        PIL.Image.new("RGB", (6, 4)).save(tmp_path / name / "a.png")
+        write(tmp_path / name / "a.png", 0)
     assert open_source(str(tmp_path)).class_names == ("images", "scenes")
 
 
@@ -92,63 +79,43 @@ def test_hidden_files_and_other_files_are_no_images(clevr):
     assert len(open_source(str(clevr))) == 2
 
 
-def test_missing_scenes_are_told(clevr):
-    path = clevr / "scenes" / "CLEVR_train_scenes.json"
-    path.unlink()
-    assert f"scenes of CLEVR, {path}, are not there" in refusal(clevr)
-    (clevr / "scenes" / "CLEVR_val_scenes.json").unlink()
-    (clevr / "scenes").rename(clevr / "questions")
-    assert "are not there" in refusal(clevr)
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"scenes", "cannot be read as JSON"),
-        (b'{"scenes": [', "cannot be read as JSON"),
-        (b"\x89PNG\r\n\x1a\n\xff", "cannot be read as JSON"),
-        (b"[" * 100_000, "cannot be read as JSON"),
-        (b"[1, 2]", "has no list 'scenes' with at least one scene"),
-        (b'{"scenes": []}', "has no list 'scenes' with at least one scene"),
-        (b'{"scenes": [7]}', "Scene 0 of .* has no 'image_filename'"),
-        (b'{"scenes": [{"objects": []}]}', "Scene 0 of .* has no 'image_filename'"),
+        b"\x89PNG\r\n\x1a\n\xff",
+        b"[" * 100_000,
+        b"[1, 2]",
+        b'{"scenes": []}',
+        b'{"scenes": [7]}',
+        b'{"scenes": [{"objects": []}]}',
+        *(
+            b'{"scenes": [{"image_filename": "a.png", "objects": %b}]}' % objects
+            for objects in (
+                b"null",
+                b'[{"shape": "cube"}]',
+                b'[{"pixel_coords": [1, 2]}]',
+                b'[{"pixel_coords": [1, 2, "near"]}]',
+                b'[{"pixel_coords": [1, 2, NaN]}]',
+            )
+        ),
     ],
 )
-def test_files_that_are_no_scenes_are_refused(clevr, content, message):
+def test_files_that_are_no_scenes_are_refused(clevr, content):
     (clevr / "scenes" / "CLEVR_train_scenes.json").write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        open_source(str(clevr))
-    refusal(clevr)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"objects": []}, "The scene of a.png in .* has no objects"),
-        ({"objects": None}, "The scene of a.png in .* has no objects"),
-        ({"objects": [{"shape": "cube"}]}, "object without three numbers 'pixel_coords'"),
-        ({"objects": [{"pixel_coords": [1, 2]}]}, "object without three numbers 'pixel_coords'"),
-        ({"objects": [{"pixel_coords": [1, 2, "near"]}]}, "object without three numbers 'pixel_coords'"),
-        ({"objects": [{"pixel_coords": [1, 2, float("nan")]}]}, "object without three numbers 'pixel_coords'"),
-        ({"objects": [{"pixel_coords": [1, 2, 10**400]}]}, "object without three numbers 'pixel_coords'"),
-        ({"image_filename": "b.png"}, "more than one scene for the image b.png"),
-    ],
-)
-def test_scenes_that_tell_too_little_are_refused(tmp_path, changed, message):
-    write_split(tmp_path, "train", [scene("b.png", [9]), scene("a.png", [9]) | changed], ["a.png", "b.png"])
-    with pytest.raises(InputError, match=message):
-        open_source(str(tmp_path))
-    refusal(tmp_path)
+    assert "CLEVR_train_scenes.json" in refusal(clevr)
 
 
 def test_images_and_scenes_must_be_the_same(tmp_path):
+    write_split(tmp_path, "train", [scene("a.png", [9])] * 2)
+    assert "a.png has a second scene" in refusal(tmp_path)
     scenes = [scene(f"{letter}.png", [9]) for letter in "abcd"]
     write_split(tmp_path, "train", scenes, ["a.png", "b.png"])
-    assert "2 of the 4 scenes in" in (message := refusal(tmp_path))
-    assert "'c.png' first" in message
+    assert "'c.png' first" in refusal(tmp_path)
     write_split(tmp_path, "train", scenes[1:2])
-    assert "1 of the 2 images in" in (message := refusal(tmp_path))
-    assert "'a.png' first" in message
+    assert "'a.png' first" in refusal(tmp_path)
+    (tmp_path / "scenes" / "CLEVR_train_scenes.json").unlink()
+    with pytest.raises(FileNotFoundError, match="CLEVR_train_scenes"):
+        open_source(str(tmp_path))
 
 
 # Counted by eye in the pictures; the distances are those of the big blue cylinder, the cyan ball and the purple cube
@@ -173,4 +140,4 @@ def test_three_real_images_counted_by_eye(real_data):
     # On the cyan ball: the right picture was read.
     red, green, blue = source.read(index["CLEVR_train_000386.png"])[:, 131, 126].tolist()
     assert red + 60 < min(green, blue)
-    assert refusal(folder, "test") == f"{folder} has no split 'test': choose one of train."
+    assert "'test': choose one of train." in refusal(folder, "test")

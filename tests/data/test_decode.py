@@ -59,66 +59,36 @@ def png_claiming(width, height):
 @pytest.mark.parametrize(
     ("mode", "kind", "options"),
     [
-        ("RGB", "PNG", {}),
-        ("RGB", "BMP", {}),
-        ("RGB", "TIFF", {}),
-        ("RGB", "PPM", {}),
+        *(("RGB", kind, {}) for kind in ("PNG", "BMP", "TIFF", "PPM")),
         ("RGB", "WEBP", {"lossless": True}),
         ("P", "PNG", {}),
         ("P", "GIF", {}),
         ("L", "PNG", {}),
         ("1", "PNG", {}),
-    ],
-)
-def test_lossless_formats_give_the_pixels(mode, kind, options):
-    image = picture(mode)
-    encoded = encode(image, kind, **options)
-    assert torch.equal(decode_image(encoded, "a"), as_tensor(image))
-    assert image_size(encoded, "a") == (HEIGHT, WIDTH)
-
-
-@pytest.mark.parametrize(
-    ("mode", "kind", "options"),
-    [
-        ("RGB", "JPEG", {"quality": 95, "subsampling": 0}),
-        ("RGB", "JPEG", {"quality": 95, "progressive": True}),
-        ("L", "JPEG", {"quality": 95}),
         ("CMYK", "JPEG", {"quality": 95}),
         ("RGB", "WEBP", {"quality": 95}),
     ],
 )
-def test_lossy_formats_come_near_the_pixels(mode, kind, options):
+def test_every_format_gives_the_pixels(mode, kind, options):
     image = picture(mode)
     encoded = encode(image, kind, **options)
-    difference = decode_image(encoded, "a").float() - as_tensor(image).float()
-    assert difference.abs().mean() < 4
     assert image_size(encoded, "a") == (HEIGHT, WIDTH)
-
-
-def test_decoded_tensors_are_contiguous_and_writable():
-    for kind in ("JPEG", "PNG", "WEBP"):
-        pixels = decode_image(encode(picture(), kind), "a")
-        assert pixels.is_contiguous()
-        pixels += 1
+    difference = (decode_image(encoded, "a").float() - as_tensor(image).float()).abs()
+    assert difference.mean() < 4 if "quality" in options else difference.max() == 0
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_transparent_pixels_are_white(mode, kind):
+def test_transparent_pixels_are_white(mode):
     image = picture(mode)
     alpha = np.full((HEIGHT, WIDTH), 255, np.uint8)
     alpha[:10] = 0
     image.putalpha(PIL.Image.fromarray(alpha))
-    pixels = decode_image(encode(image, kind, **({"lossless": True} if kind == "WEBP" else {})), "a")
+    pixels = decode_image(encode(image, "PNG"), "a")
     assert (pixels[:, :10] == 255).all()
     assert torch.equal(pixels[:, 10:], as_tensor(picture("L" if mode == "LA" else "RGB"))[:, 10:])
-
-
-def test_a_palette_with_transparency_is_laid_on_white_without_a_warning():
-    image = picture("P")
-    see_through = image.getpixel((0, 0))
-    pixels = decode_image(encode(image, "PNG", transparency=bytes([255] * see_through + [0])), "a")
-    assert pixels[:, 0, 0].tolist() == [255, 255, 255]
+    palette = picture("P")
+    see_through = bytes([255] * palette.getpixel((0, 0)) + [0])
+    assert decode_image(encode(palette, "PNG", transparency=see_through), "a")[:, 0, 0].tolist() == [255] * 3
 
 
 def test_sixteen_bits_keep_their_high_byte():
@@ -129,7 +99,7 @@ def test_sixteen_bits_keep_their_high_byte():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [1, 3, 5, 6, 8])
 def test_exif_orientation_is_applied(kind, orientation):
     exif = PIL.Image.Exif()
     exif[0x0112] = orientation
@@ -141,18 +111,10 @@ def test_exif_orientation_is_applied(kind, orientation):
     assert image_size(encoded, "a") == tuple(expected.shape[1:])
 
 
-def test_broken_exif_does_not_matter():
-    encoded = encode(picture(), "JPEG", exif=b"Exif\0\0II*\0nonsense")
-    assert decode_image(encoded, "a").shape == (3, HEIGHT, WIDTH)
-
-
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_frame_is_read(kind):
+def test_of_an_animation_the_first_frame_is_read():
     frames = [PIL.Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
-    encoded = encode(frames[0], kind, save_all=True, append_images=frames[1:])
-    red = decode_image(encoded, "a").float().mean(dim=(1, 2))
-    assert red[0] > 250
-    assert red[2] < 5
+    encoded = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decode_image(encoded, "a")[:, 0, 0].tolist() == [255, 0, 0]
 
 
 def test_image_size_reads_a_file_no_further_than_its_header(tmp_path):
@@ -188,36 +150,34 @@ def test_bad_images_say_why(case):
     assert caught.value.reason
     assert "0x7" not in caught.value.reason
     assert "\n" not in caught.value.reason
+    if case in ("text", "empty", "huge PNG", "PNG of no width"):
+        with pytest.raises(BadImage):
+            image_size(encoded, "a")
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (copy.name, copy.reason) == (caught.value.name, caught.value.reason)
 
 
-@pytest.mark.parametrize("case", ["text", "empty", "huge PNG", "PNG of no width"])
-def test_bad_headers_have_no_size(case):
-    with pytest.raises(BadImage):
-        image_size(BAD[case][0], "a")
-
-
-def test_max_pixels_is_a_bound_that_may_be_reached():
-    encoded = encode(picture(), "PNG")
-    assert decode_image(encoded, "a", max_pixels=HEIGHT * WIDTH).shape == (3, HEIGHT, WIDTH)
-    with pytest.raises(BadImage, match="40x24 of more than 959 pixels"):
-        decode_image(encoded, "a", max_pixels=HEIGHT * WIDTH - 1)
+def test_max_pixels_is_a_bound_that_may_be_reached(monkeypatch):
+    for kind in ("PNG", "JPEG"):
+        encoded = encode(picture(), kind)
+        monkeypatch.setattr(decode, "MAX_PIXELS", HEIGHT * WIDTH)
+        assert decode_image(encoded, "a").shape == (3, HEIGHT, WIDTH)
+        monkeypatch.setattr(decode, "MAX_PIXELS", HEIGHT * WIDTH - 1)
+        with pytest.raises(BadImage, match="40x24 of more than 959 pixels"):
+            decode_image(encoded, "a")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF"])
-def test_damaged_bytes_give_an_image_or_bad_image(kind):
+def test_damaged_bytes_give_an_image_or_bad_image(kind, monkeypatch):
+    monkeypatch.setattr(decode, "MAX_PIXELS", 10**6)
     random = np.random.default_rng(0)
     whole = encode(picture("P" if kind == "GIF" else "RGB"), kind)
-    for _ in range(60):
+    for _ in range(40):
         damaged = bytearray(whole)
         for place in random.integers(0, len(whole), 4):
             damaged[place] ^= int(random.integers(1, 256))
         with contextlib.suppress(BadImage):
-            assert decode_image(bytes(damaged), "a", max_pixels=10**6).dtype == torch.uint8
-
-
-def test_bad_image_survives_pickling():
-    copy = pickle.loads(pickle.dumps(BadImage("a.jpg", "truncated")))
-    assert (copy.name, copy.reason) == ("a.jpg", "truncated")
+            assert decode_image(bytes(damaged), "a").dtype == torch.uint8
 
 
 def exif(orientation):
@@ -257,7 +217,7 @@ UNUSUAL = {
 def with_pillow(encoded, monkeypatch):
     with monkeypatch.context() as context:
         context.setattr(decode, "_torchvision_operator", lambda name: None)
-        return decode_image(encoded, "a", max_pixels=10**6)
+        return decode_image(encoded, "a")
 
 
 @pytest.mark.parametrize("case", USUAL)
@@ -274,6 +234,7 @@ def test_unusual_files_have_no_header(case):
 
 @pytest.mark.parametrize("progressive", [False, True])
 def test_damage_is_judged_as_pillow_judges_it(progressive, monkeypatch):
+    monkeypatch.setattr(decode, "MAX_PIXELS", 10**6)
     random = np.random.default_rng(0)
     whole = encode(smooth(0, 45, 70), "JPEG", progressive=progressive)
     differ = 0
@@ -284,7 +245,7 @@ def test_damage_is_judged_as_pillow_judges_it(progressive, monkeypatch):
         encoded = bytes(damaged[: random.integers(10, len(whole))] if number % 3 == 0 else damaged)
         quick = slow = None
         with contextlib.suppress(BadImage):
-            quick = decode_image(encoded, "a", max_pixels=10**6)
+            quick = decode_image(encoded, "a")
         with contextlib.suppress(BadImage):
             slow = with_pillow(encoded, monkeypatch)
         differ += not (quick is slow is None or (quick is not None and slow is not None and torch.equal(quick, slow)))
@@ -306,12 +267,12 @@ def test_large_parts_are_decoded_at_a_fraction_of_their_size(height, shrink):
     assert (cut(pixels, part, (32, 32)) - expected).abs().mean() < (2 if shrink > 1 else 0.01)
 
 
-@pytest.mark.parametrize("sizes", [(257, 261), (1031, 1025)])
-def test_a_scaled_box_lies_inside_the_shrunken_image(sizes):
-    opened = opened_jpeg(*sizes)
-    for box in crop_boxes(torch.tensor([sizes] * 20), draw(0, 0, torch.arange(20)), (0.8, 1.0), (0.75, 4 / 3)).tolist():
+def test_a_scaled_box_lies_inside_the_shrunken_image():
+    size = (257, 261)
+    opened = opened_jpeg(*size)
+    for box in crop_boxes(torch.tensor([size] * 20), draw(0, 0, torch.arange(20)), (0.8, 1.0), (0.75, 4 / 3)).tolist():
         pixels, (top, left, height, width) = opened.decode_part(tuple(box), (16, 16))
-        assert pixels.shape[0] < sizes[0] / 3
+        assert pixels.shape[0] < size[0] / 3
         assert top + height <= pixels.shape[0]
         assert left + width <= pixels.shape[1]
 
@@ -323,8 +284,8 @@ def test_a_jpeg_that_is_cut_off_is_bad_at_any_size():
             opened.decode_part(box, (16, 16))
 
 
-@pytest.mark.parametrize("box", [(0, 0, 50, 70), (3, 5, 40, 33), (20, 30, 7, 9), (49, 69, 1, 1)])
-@pytest.mark.parametrize("size", [(16, 16), (24, 12), (64, 80)])
+@pytest.mark.parametrize("box", [(0, 0, 50, 70), (3, 5, 40, 33), (49, 69, 1, 1)])
+@pytest.mark.parametrize("size", [(24, 12), (64, 80)])
 def test_a_part_is_that_of_torchvision(box, size):
     pixels = torch.from_numpy(np.array(smooth(0, 50, 70)))
     expected = resized_crop(pixels.permute(2, 0, 1).contiguous(), *box, list(size), antialias=True)

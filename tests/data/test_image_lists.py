@@ -1,7 +1,10 @@
+"""Lists of images by name, and draws from each class."""
+
 import os
 
 import numpy as np
 import pytest
+from written_images import one_sentence
 
 from stop_mim.data.image_lists import draw_fraction, draw_per_class, read_image_list
 from stop_mim.data.image_source import ImageSource
@@ -41,24 +44,6 @@ def found(tmp_path, content, source=IMAGENET):
     return read_image_list(write_list(tmp_path, content), source).tolist()
 
 
-def refusal(path, source=IMAGENET):
-    with pytest.raises(InputError) as error:
-        read_image_list(path, source)
-    message = str(error.value)
-    assert message.endswith(".")
-    assert "\n" not in message
-    return message
-
-
-# Lists
-
-
-def test_the_order_is_the_lists(tmp_path):
-    indices = read_image_list(write_list(tmp_path, "n02_5.JPEG\nn01_5.JPEG\n"), IMAGENET)
-    assert indices.tolist() == [2, 0]
-    assert indices.dtype == np.int64
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -82,15 +67,14 @@ def test_names_without_extension_or_folder_are_found_by_longer_lines(tmp_path):
     assert found(tmp_path, "n01/x.JPEG\n", Named("y.JPEG", "x.JPEG")) == [1]
 
 
-def test_blank_lines_comments_marks_and_line_ends_do_not_matter(tmp_path):
+def test_the_order_is_the_lists_and_blank_lines_comments_and_line_ends_do_not_matter(tmp_path):
     content = b"\xef\xbb\xbf# one percent\r\n\r\nn01_10.JPEG\r\n   # done\r\n  n01_5.JPEG"
     assert found(tmp_path, content) == [1, 0]
 
 
 def test_another_folder_is_another_image(tmp_path):
-    source = Named("cat/1.png", "cat/2.png")
-    assert "1 of the 2 names" in (message := refusal(write_list(tmp_path, "cat/1.png\ndog/2.png\n"), source))
-    assert "'dog/2.png' first" in message
+    with pytest.raises(InputError, match=r"1 of the 2 names .*'dog/2.png' first"):
+        found(tmp_path, "cat/1.png\ndog/2.png\n", Named("cat/1.png", "cat/2.png"))
 
 
 def test_the_whole_name_is_preferred_to_a_part_and_the_extension_to_none(tmp_path):
@@ -99,36 +83,22 @@ def test_the_whole_name_is_preferred_to_a_part_and_the_extension_to_none(tmp_pat
     assert found(tmp_path, "photo.1", Named("photo.2.png", "photo.1.png")) == [1]
 
 
-def test_names_that_the_data_lack_are_counted(tmp_path):
-    path = write_list(tmp_path, "n01_5.JPEG\nn09_1.JPEG\nn08_1.JPEG\n")
-    assert refusal(path) == (
-        f"2 of the 3 names in {path} are not in named, 'n09_1.JPEG' first: give the list that belongs to these data."
-    )
-
-
-def test_ambiguous_names_are_refused(tmp_path):
-    message = refusal(write_list(tmp_path, "1.png"), Named("cat/1.png", "dog/2.png", "dog/1.png"))
-    assert "'1.png'" in message
-    assert "'cat/1.png' (image 0) and 'dog/1.png' (image 2)" in message
-    assert "(image 0)" in refusal(write_list(tmp_path, "1"), Named("1.png", "1.jpg"))
-
-
-def test_an_image_named_twice_is_refused(tmp_path):
-    message = refusal(write_list(tmp_path, "n01_5.JPEG\nn02_5.JPEG\nn01/n01_5\n"))
-    assert "names the image 'n01/n01_5.JPEG' twice, as 'n01_5.JPEG' and as 'n01/n01_5'" in message
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is empty"),
+        ("a/1.png\nn09.JPEG\nn08.JPEG\n", "2 of the 3 names in .* 'n09.JPEG' first"),
+        ("1.png", r"'1.png' .*'a/1.png' \(image 0\) and 'b/1.png' \(image 2\)"),
+        ("2.png\na/1.png\nb/2", "'b/2.png' twice, as '2.png' and as 'b/2'"),
         ("\n# only a comment\n", "is empty"),
         (b"\x89PNG\r\n\x1a\n", "is not UTF-8 text"),
-        (b"n01\0n02", "is a binary file"),
+        (b"n01\0n02", "is not UTF-8 text"),
     ],
 )
-def test_files_without_names_are_refused(tmp_path, content, message):
-    assert message in refusal(write_list(tmp_path, content))
+def test_unusable_lists_are_refused(tmp_path, content, message):
+    path = write_list(tmp_path, content)
+    with pytest.raises(InputError, match=message) as error:
+        read_image_list(path, Named("a/1.png", "b/2.png", "b/1.png"))
+    one_sentence(error)
 
 
 def test_a_list_for_real_parquet_data(real_data, tmp_path):
@@ -168,8 +138,7 @@ def test_draws_differ_and_can_be_repeated():
 
 
 def test_a_larger_draw_holds_the_smaller_ones():
-    small, large = (set(draw_per_class(LABELS, number, 0, 2).tolist()) for number in (2, 7))
-    assert small < large
+    assert set(draw_per_class(LABELS, 2, 0, 2).tolist()) < set(draw_per_class(LABELS, 7, 0, 2).tolist())
     assert set(draw_fraction(LABELS, 0.1, 0, 2).tolist()) < set(draw_fraction(LABELS, 0.2, 0, 2).tolist())
 
 
@@ -180,26 +149,16 @@ def test_what_is_drawn_from_a_class_does_not_depend_on_the_others():
     assert before[LABELS[before] == 1].tolist() != after[LABELS[after] == 1].tolist()
 
 
-def test_every_image_is_drawn_as_often():
-    labels = np.zeros(10, dtype=np.int64)
-    hits = np.bincount(np.concatenate([draw_per_class(labels, 3, 0, draw) for draw in range(400)]), minlength=10)
-    # 120 each, and a standard deviation of 9.
-    assert np.abs(hits - 120).max() < 40
-
-
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (lambda: draw_per_class(LABELS, 8, 0), "The class 3 has 7 images, and 8 of each class were asked for"),
-        (lambda: draw_per_class(LABELS, 8, 0, 0, ["a", "b", "c", "d"]), r"The class 3 \(d\) has 7 images"),
-        (lambda: draw_per_class(LABELS, 0, 0), "is 0: give at least 1"),
-        (lambda: draw_fraction(LABELS, 0.0, 0), r"is 0\.0: give a number above 0 and up to 1"),
+        (lambda: draw_per_class(LABELS, 8, 0, 0, ["a", "b", "c", "d"]), r"class 3 \(d\) has 7 images, and 8"),
+        (lambda: draw_per_class(LABELS, 0, 0), "is 0"),
         (lambda: draw_fraction(LABELS, 1.5, 0), r"is 1\.5"),
         (lambda: draw_fraction(LABELS, float("nan"), 0), "is nan"),
         (lambda: draw_fraction(LABELS[:0], 0.5, 0), "no labels to draw"),
     ],
 )
 def test_draws_that_cannot_be_made_are_refused(attempt, message):
-    with pytest.raises(InputError, match=message) as error:
+    with pytest.raises(InputError, match=message):
         attempt()
-    assert str(error.value).endswith(".")

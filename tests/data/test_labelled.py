@@ -1,18 +1,13 @@
-"""Labelled sets: what they refuse, and what is held out of them; the old ways of reading them read batches."""
+"""Labelled sets: what they refuse, and what is held out of them."""
 
 import pickle
 
 import numpy as np
 import pytest
-import torch
-from painted_images import Painted, read_colours
+from painted_images import Painted
 
-from stop_mim.data.augment import AugmentConfig, RandomCrop
-from stop_mim.data.bad_images import BadImages
-from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out, labelled_views
+from stop_mim.data.labelled import LabelledSet, hold_out
 from stop_mim.errors import InputError
-
-CPU = torch.device("cpu")
 
 
 def uneven_set(counts):
@@ -42,52 +37,20 @@ def test_an_image_of_each_class_remains_and_no_more_than_allowed_are_held_out():
         hold_out(uneven_set([1, 1]), 0.5, 10_000, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("labels", "indices", "message"),
-    [
-        (np.zeros(5, dtype=np.int64), np.arange(5), "'painted' has 60 images and int64 labels of shape"),
-        (np.zeros(60), np.arange(5), "float64 labels"),
-        (np.zeros(60, dtype=np.int64), np.arange(0), "'painted' is empty"),
-        (np.zeros(60, dtype=np.int64), np.array([1, 60]), "There is no image 60"),
-        (np.zeros(60, dtype=np.int64), np.array([-1]), "There is no image -1"),
-        (np.zeros(60, dtype=np.int64), np.array([0.5]), "The indices are float64"),
-        (np.zeros(60, dtype=np.int64), np.array([1, 2, 1]), "an image twice"),
-        (np.full(60, -1), np.arange(5), "5 of the 5 chosen images of 'painted' have no label, such as image 0"),
-    ],
-)
-def test_a_set_that_cannot_be_is_refused_in_one_sentence(labels, indices, message):
-    with pytest.raises(InputError, match=message) as error:
-        LabelledSet(Painted(), labels, indices)
-    assert str(error.value).count(". ") == 0
-
-
-def test_images_without_a_label_may_be_outside_the_set_and_its_name_tells_what_is_in_it():
+def test_images_without_a_label_may_be_outside_the_set_alone():
     source = Painted()
     labels = source.classes.copy()
     labels[10:] = -1
     some = LabelledSet(source, labels, np.arange(10))
     assert len(some) == 10
     assert np.array_equal(some.part(np.array([3, 1])).classes, source.classes[[3, 1]])
-    others = [some.part(np.arange(9)), LabelledSet(source, labels + (labels >= 0), np.arange(10))]
+    with pytest.raises(InputError, match="2 of the 12 chosen images of 'painted' have no label, such as image 10"):
+        LabelledSet(source, labels, np.arange(12))
+
+
+def test_the_fingerprint_tells_what_is_in_a_set():
+    source = Painted()
+    some = LabelledSet(source, source.classes, np.arange(10))
+    others = [some.part(np.arange(9)), LabelledSet(source, source.classes + 1, np.arange(10))]
     assert len({data.fingerprint() for data in (some, *others)}) == 3
     assert pickle.loads(pickle.dumps(some)).fingerprint() == some.fingerprint()
-
-
-@pytest.mark.parametrize("crop", [True, False])
-def test_an_epoch_has_every_image_of_the_set_with_its_label(crop):
-    source, images = Painted(bad=(7,)), np.arange(5, 40)
-    data, view = LabelledSet(source, source.classes, images), RandomCrop(AugmentConfig(), (8, 8))
-    batches = LabelledBatches(data, view, CPU, 8, crop=crop, bad_images=BadImages("painted", 10_000))
-    for epoch in (0, 3):
-        seen = [(read_colours(shown), labels) for shown, labels in batches.epoch(epoch)]
-        assert len(seen) == len(batches)
-        assert all(painted == labels.tolist() for (_, painted), labels in seen)
-        assert sorted(index for (numbers, _), _ in seen for index in numbers) == [5, 6, *range(8, 40)]
-
-
-def test_views_come_with_their_places():
-    source, images = Painted(bad=(17,)), np.arange(59, 9, -1)
-    views = labelled_views(source, images, (8, 8), None, CPU, 7, 0, BadImages("painted", 10_000))
-    found = [(images[places.numpy()].tolist(), pixels[:, 0, 0, 0].tolist()) for places, pixels in views]
-    assert all(expected == shown for expected, shown in found)
-    assert [index for _, shown in found for index in shown] == [*range(59, 17, -1), *range(16, 9, -1)]

@@ -8,7 +8,7 @@ from itertools import count, islice
 import pytest
 import torch
 
-from stop_mim.data.lookahead import Workers, prefetched
+from stop_mim.data.lookahead import mapped, prefetched
 
 CPU = torch.device("cpu")
 
@@ -58,11 +58,11 @@ def test_workers_keep_the_order_and_take_so_many_requests_ahead(workers):
             taken.append(number)
             yield number
 
-    results = Workers(lambda number: (number, number**2), workers, ahead=5).results(requests())
+    results = mapped(lambda number: (number, number**2), requests(), workers, ahead=5)
     assert next(results) == (0, 0)
     assert len(taken) == (5 if workers else 1)
     assert list(results) == [(number, number**2) for number in range(1, 20)]
-    assert not list(Workers(abs, workers, ahead=5).results([]))
+    assert not list(mapped(abs, [], workers, ahead=5))
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Item:
     number: int
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("depth", [0, 2])
 def test_items_are_handed_over_between_streams(depth):
     gpu = torch.device("cuda", 0)

@@ -1,3 +1,5 @@
+"""Drawn scenes: the same whatever the batch, labels that agree with the masks, clips that move smoothly."""
+
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +11,6 @@ from sklearn.linear_model import RidgeClassifier
 
 from stop_mim.data import scenes as scenes_module
 from stop_mim.data.scenes import Scenes, load_scenes, render_scenes, render_video
-from stop_mim.errors import InputError
 
 DISTANCE_BINS = [8.0, 8.5, 9.0, 9.5, 10.0]
 
@@ -36,8 +37,7 @@ def assert_ids_are_counted(scenes: Scenes) -> None:
     assert visible_ids(scenes.masks) == [set(range(1, count + 1)) for count in scenes.counts.tolist()]
 
 
-def test_the_same_arguments_give_the_same_scenes_and_other_seeds_others() -> None:
-    assert_same(render_scenes(20, seed=3), render_scenes(20, seed=3))
+def test_other_seeds_give_other_scenes() -> None:
     assert not torch.equal(render_scenes(4, seed=3).images, render_scenes(4, seed=4).images)
 
 
@@ -88,13 +88,10 @@ def test_objects_stand_out_from_the_ground(many: Scenes) -> None:
 
 def test_the_cache_gives_back_what_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path))
-    reports: list[tuple[int, int]] = []
-    first = load_scenes(20, size=32, progress=lambda done, total: reports.append((done, total)))
-    assert reports == [(16, 20), (20, 20)]
+    first = load_scenes(20, size=32)
     assert_same(first, render_scenes(20, size=32))
     monkeypatch.setattr(scenes_module, "_render_span", None)
-    assert_same(load_scenes(20, size=32, progress=lambda done, total: reports.append((done, total))), first)
-    assert reports[-1] == (20, 20)
+    assert_same(load_scenes(20, size=32), first)
 
 
 def test_rendering_leaves_the_number_of_threads_as_it_was() -> None:
@@ -108,42 +105,21 @@ def test_rendering_leaves_the_number_of_threads_as_it_was() -> None:
 
 def test_a_video_begins_with_all_objects_and_keeps_their_numbers() -> None:
     for index in range(6):
-        video = render_video(index, frames=8, size=64)
-        first, *later = visible_ids(video.masks)
+        _, masks = render_video(index, frames=8, size=64)
+        first, *later = visible_ids(masks)
         assert first == set(range(1, len(first) + 1))
         assert 2 <= len(first) <= 4
         assert all(ids <= first for ids in later)
-    assert visible_ids(render_video(0, frames=1, objects=6).masks) == [{1, 2, 3, 4, 5, 6}]
 
 
 def test_objects_move_smoothly() -> None:
-    video = render_video(1, frames=12, size=64)
-    changed = (video.masks[1:] != video.masks[:-1]).float().mean((1, 2))
+    _, masks = render_video(1, frames=12, size=64)
+    changed = (masks[1:] != masks[:-1]).float().mean((1, 2))
     assert changed.min() > 0
     assert changed.max() < 0.15
-    assert (video.masks[0] != video.masks[-1]).float().mean() > changed.mean()
+    assert (masks[0] != masks[-1]).float().mean() > changed.mean()
 
 
 def test_a_longer_video_begins_like_a_shorter_one() -> None:
-    short, long = render_video(2, frames=3, size=32, seed=5), render_video(2, frames=60, size=32, seed=5)
-    assert torch.equal(short.frames, long.frames[:3])
-    assert torch.equal(short.masks, long.masks[:3])
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda: render_scenes(0), "number of scenes is 0"),
-        (lambda: render_scenes(1, size=-1), "size of the scenes is -1"),
-        (lambda: render_scenes(1, seed=-2), "seed of the scenes is -2"),
-        (lambda: render_scenes(1, first=-3), "first scene is -3"),
-        (lambda: load_scenes(-4), "number of scenes is -4"),
-        (lambda: render_video(-1), "number of the video is -1"),
-        (lambda: render_video(0, frames=0), "number of frames is 0"),
-        (lambda: render_video(0, size=0), "size of the video is 0"),
-        (lambda: render_video(0, objects=11), "number of objects is 11"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(call, named: str) -> None:
-    with pytest.raises(InputError, match=named):
-        call()
+    short, long = (render_video(2, frames, size=32, seed=5) for frames in (3, 60))
+    assert all(torch.equal(one, other[:3]) for one, other in zip(short, long, strict=True))

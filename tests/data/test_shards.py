@@ -1,12 +1,15 @@
 """WebDataset's shards: samples, labels, the index."""
 
+import contextlib
 import json
 import os
 import tarfile
 
+import numpy as np
 import pytest
 from written_images import add_member, encoded, one_sentence, shades, write_shard
 
+from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 
@@ -69,3 +72,26 @@ def test_unusable_shards_are_refused(tmp_path):
     write_shard(tmp_path / "label.tar", [("a.png", encoded(1)), ("a.cls", b"cat")])
     with pytest.raises(InputError, match=r"label\.tar#a\.cls holds b'cat'"):
         open_source(f"wds:{tmp_path}/label.tar")
+
+
+def test_damaged_shards_are_one_sentence_or_bad_images(tmp_path):
+    write_shard(tmp_path / "s.tar", [(f"{shade}.png", encoded(shade)) for shade in range(6)])
+    whole, random = (tmp_path / "s.tar").read_bytes(), np.random.default_rng(0)
+    # A size as long as a number can be, and a negative one, in the header of the second image.
+    sizes = [b"\x80" + b"\x7f" * 11, b"\xff" * 12]
+    headers = [whole[:1024] + whole[1024 : 1024 + 124] + size + whole[1024 + 136 :] for size in sizes]
+    for number in range(120):
+        damaged = bytearray(headers[number] if number < len(headers) else whole)
+        for place in random.integers(0, len(whole), 3):
+            damaged[place] ^= int(random.integers(1, 256))
+        # Right checksums, or no damaged header would be looked at.
+        for start in range(0, len(damaged), 512):
+            if damaged[start + 257 : start + 262] == b"ustar":
+                damaged[start + 148 : start + 156] = b" " * 8
+                damaged[start + 148 : start + 156] = b"%06o\0 " % sum(damaged[start : start + 512])
+        (tmp_path / "s.tar").write_bytes(damaged)
+        with contextlib.suppress(InputError):
+            source = open_source(f"wds:{tmp_path}/s.tar")
+            for index in range(len(source)):
+                with contextlib.suppress(BadImage):
+                    source.read(index)

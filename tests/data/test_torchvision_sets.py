@@ -1,3 +1,5 @@
+"""Datasets of torchvision: names, splits, options, and what cannot be opened."""
+
 import json
 import pickle
 import urllib.error
@@ -6,28 +8,14 @@ import PIL.Image
 import pytest
 import torch
 import torchvision
+from written_images import one_sentence, write
 
+from stop_mim.data import decode
 from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch):
-    monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path / ".cache"))
-    monkeypatch.setenv("STOP_MIM_DATA", str(tmp_path / ".data"))
-
-
-def write_image(path, shade=0):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    PIL.Image.new("RGB", (6, 4), (shade, 0, 0)).save(path)
-
-
-def one_sentence(error):
-    message = str(error.value)
-    assert message.endswith((".", "?"))
-    assert "\n" not in message
-    return message
+pytestmark = pytest.mark.usefixtures("own_folders")
 
 
 class TinyFake(torchvision.datasets.FakeData):
@@ -68,12 +56,16 @@ def test_torchvision_fake_data():
     assert source.size(4) == (8, 6)
     assert source.labels["class"].tolist() == [int(TinyFake()[index][1]) for index in range(5)]
     assert source.fingerprint() == open_source("torchvision:TinyFake").fingerprint()
+    assert source.image_name(4) == "4"
+    copy = pickle.loads(pickle.dumps(source))
+    assert torch.equal(copy.read(0), source.read(0))
+    assert copy.fingerprint() == source.fingerprint()
     with pytest.raises(IndexError):
         source.read(5)
 
 
 @pytest.mark.usefixtures("own_sets")
-def test_torchvision_splits_downloads_and_bad_images(tmp_path):
+def test_torchvision_splits_downloads_and_bad_images(monkeypatch):
     train, test = open_source("torchvision:SplitFake"), open_source("torchvision:SplitFake", "test")
     assert train.class_names == ("ant", "bee")
     assert train.labels["class"].tolist() == [0, 1, 1]
@@ -82,7 +74,7 @@ def test_torchvision_splits_downloads_and_bad_images(tmp_path):
     assert train.describe(1) == "torchvision:SplitFake[trainval]#1"
     with pytest.raises(BadImage, match=r"SplitFake\[test\]#2: image file is truncated"):
         test.read(2)
-    train.max_pixels = 3
+    monkeypatch.setattr(decode, "MAX_PIXELS", 3)
     with pytest.raises(BadImage, match="6x4 of more than 3 pixels"):
         train.read(0)
     with pytest.raises(InputError, match="no split 'extra'"):
@@ -106,36 +98,10 @@ def test_torchvision_names_that_cannot_be_opened(tmp_path, monkeypatch):
 
 
 def test_torchvision_sets_without_classes_are_refused(monkeypatch):
-    class Video(torchvision.datasets.VisionDataset):
-        def __init__(self):
-            pass
-
-        def __len__(self):
-            return 1
-
-        def __getitem__(self, index):
-            return torch.zeros(2, 3, 4, 4)
-
-    monkeypatch.setattr(torchvision.datasets, "Video", Video, raising=False)
+    monkeypatch.setattr(TinyFake, "__getitem__", lambda *_: torch.zeros(2, 3, 4, 4))
+    monkeypatch.setattr(torchvision.datasets, "TinyFake", TinyFake, raising=False)
     with pytest.raises(InputError, match="does not give pairs of an image and a class"):
-        open_source("torchvision:Video")
-
-
-@pytest.mark.usefixtures("own_sets")
-def test_a_torchvision_set_can_be_pickled():
-    source = open_source("torchvision:TinyFake")
-    copy = pickle.loads(pickle.dumps(source))
-    assert torch.equal(copy.read(0), source.read(0))
-    assert copy.fingerprint() == source.fingerprint()
-    assert copy.name == source.name
-    assert {key: value.tolist() for key, value in copy.labels.items()} == {
-        key: value.tolist() for key, value in source.labels.items()
-    }
-
-
-@pytest.mark.usefixtures("own_sets")
-def test_images_without_paths_are_named_by_their_positions():
-    assert open_source("torchvision:TinyFake").image_name(4) == "4"
+        open_source("torchvision:TinyFake")
 
 
 def test_images_of_a_set_made_of_folders_are_named_by_their_paths(tmp_path, monkeypatch):
@@ -146,7 +112,7 @@ def test_images_of_a_set_made_of_folders_are_named_by_their_paths(tmp_path, monk
 
     monkeypatch.setattr(torchvision.datasets, "Folders", Folders, raising=False)
     for file in ("n01/n01_5.JPEG", "n02/n02_3.JPEG"):
-        write_image(tmp_path / ".data" / "train" / file)
+        write(tmp_path / ".data" / "train" / file, 0)
     source = open_source("torchvision:Folders")
     assert [source.image_name(index) for index in range(2)] == ["n01/n01_5.JPEG", "n02/n02_3.JPEG"]
 
@@ -176,12 +142,12 @@ def test_options_reach_the_constructor_with_their_types(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("tiny=true", r"no option 'tiny': choose among small, partition, size\."),
-        ("split=val", r"no option 'split'"),
-        ("transform=x", r"no option 'transform'"),
-        ("small=1", r"option small of torchvision:Sized is '1': give true or false\."),
-        ("partition=two", r"option partition of torchvision:Sized is 'two': give a whole number\."),
-        ("small", r"option 'small' of torchvision:Sized has no value: give it as small=value\."),
+        ("tiny=true", "'tiny': choose among small, partition, size"),
+        ("split=val", "'split'"),
+        ("transform=x", "'transform'"),
+        ("small=1", "small of .* '1': give true or false"),
+        ("partition=two", "partition of .* 'two': give a whole number"),
+        ("small", "'small' .*: give it as small=value"),
     ],
 )
 def test_options_are_checked(monkeypatch, options, message):
@@ -200,9 +166,9 @@ def places365(tmp_path, monkeypatch):
     root = tmp_path / ".data"
     for folder in ("data_256_standard", "data_large_standard"):
         for number, file in enumerate(("a/airfield/1.jpg", "z/zen_garden/1.jpg")):
-            write_image(root / folder / file, number)
+            write(root / folder / file, number)
     for folder in ("val_256", "val_large"):
-        write_image(root / folder / "Places365_val_00000001.jpg", 9)
+        write(root / folder / "Places365_val_00000001.jpg", 9)
     (root / "categories_places365.txt").write_text("/a/airfield 0\n/z/zen_garden 1\n")
     (root / "places365_train_standard.txt").write_text("/a/airfield/1.jpg 0\n/z/zen_garden/1.jpg 1\n")
     (root / "places365_val.txt").write_text("Places365_val_00000001.jpg 1\n")
@@ -240,7 +206,7 @@ def inaturalist(tmp_path):
     root = tmp_path / ".data"
     names = ["Aves/0/a.jpg", "Aves/0/b.jpg", "Fungi/1/c.jpg"]
     for shade, file in enumerate(names):
-        write_image(root / "2018" / file, shade)
+        write(root / "2018" / file, shade)
     for split, chosen in (("train", [2, 0]), ("val", [1])):
         content = {
             "images": [{"id": 10 + number, "file_name": f"train_val2018/{names[number]}"} for number in chosen],
@@ -264,28 +230,24 @@ def test_inaturalist_takes_its_splits_from_the_annotations(name):
 
 
 def test_inaturalist_without_annotations_images_or_with_other_options(inaturalist, monkeypatch):
-    with pytest.raises(InputError, match="has no option 'target_type': give version alone") as error:
-        open_source("torchvision:INaturalist,target_type=super")
-    one_sentence(error)
-    with pytest.raises(InputError, match="Unknown value '2020' for argument version"):
-        open_source("torchvision:INaturalist,version=2020")
     downloads = []
 
     def fail(dataset):
         downloads.append(dataset.version)
         raise urllib.error.URLError("no network")
 
+    def refusal(options=""):
+        with pytest.raises(InputError) as error:
+            open_source(f"torchvision:INaturalist{options}")
+        return one_sentence(error)
+
     monkeypatch.setattr(torchvision.datasets.INaturalist, "download", fail)
+    assert "'target_type'" in refusal(",target_type=super")
+    assert "'2020'" in refusal(",version=2020")
     (inaturalist / "2018").rename(inaturalist / "away")
-    with pytest.raises(InputError, match=r"INaturalist could not be opened .*no network") as error:
-        open_source("torchvision:INaturalist")
-    one_sentence(error)
+    assert "no network" in refusal()
     assert downloads == ["2018"]
     for split in ("train", "val"):
         (inaturalist / f"{split}2018.json").unlink()
-    with pytest.raises(
-        InputError, match=r"has neither train2018\.json nor val2018\.json in .*: put the annot"
-    ) as error:
-        open_source("torchvision:INaturalist")
-    one_sentence(error)
+    assert "neither train2018.json nor val2018.json" in refusal()
     assert downloads == ["2018"]

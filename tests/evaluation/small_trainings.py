@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -47,7 +48,7 @@ PLAIN = FinetuneOptions(
     erasing_probability=0.0,
     flip_probability=0.0,
 )
-CONDITIONS = Conditions("resize_flip", "resize", AugmentConfig(flip_probability=0.0), 0, ALONE, SPEED)
+CONDITIONS = Conditions(WHOLE, AugmentConfig(flip_probability=0.0), 0, ALONE, SPEED)
 
 
 def silent():
@@ -99,19 +100,23 @@ def small_encoder(depth=2, width=64, seed=0):
     return create_encoder(Dimensions(width, depth, 2), 16, 8).eval()
 
 
-def make_task(
-    name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALONE, flip=None, progress=None, seed=0, **options
-):
+def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALONE, progress=None, seed=0, **options):
     """A task of these sets, with this protocol instead of the data's; `options` are those of the task."""
     kind = TASKS[name]
     config = evaluate_config()(speed=speed, seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
     subject = Subject("toy", encoder, None, config, 4, ranks, lambda name: None)
     subject.protocol = lambda data: protocol
     data = TaskData("class", int(train.classes.max()) + 1, train, test, held_out=False)
-    task = kind(name, config, subject, data, progress or (lambda done, total: None))
-    if flip is not None:
-        task.augmentation = lambda: AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=flip)
-    return task
+    return kind(name, config, subject, data, progress or (lambda done, total: None))
+
+
+def train_shared(name, ranks, folder):
+    """Train linear heads, keep the state in the folder, and return the scores."""
+    sets = coloured(79), coloured(41, seed=1)
+    task = make_task("linear-sgd", small_encoder(), *sets, SHARED[name], ranks=ranks, batch_size=32)
+    training = task.training()
+    training.train(folder / f"{name}{ranks.world_size}")
+    return {score.name: score.value for score in task.results(training)}
 
 
 def scores_of(task):
@@ -119,14 +124,26 @@ def scores_of(task):
     return {score.name: score.value for score in task.run()}
 
 
-class Interrupted(KeyboardInterrupt):
+class Killed(Exception):
     pass
 
 
-def interrupt_at(step):
+def kill_at(step):
+    """End the training at a step without saving it."""
+
     def progress(done, total):
         if done == step:
-            raise Interrupted
+            raise Killed
+
+    return progress
+
+
+def signal_at(step, number=signal.SIGTERM):
+    """Ask the training to stop; it takes one more step."""
+
+    def progress(done, total):
+        if done == step:
+            os.kill(os.getpid(), number)
 
     return progress
 

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from stop_mim.data.augment import normalise, resize_batch
+from stop_mim.data.augment import TestView, normalise, resize_batch
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.evaluation import features as stored
 from stop_mim.evaluation.features import (
-    View,
     encoder_fingerprint,
     extract_features,
     features_folder,
@@ -21,7 +20,7 @@ from stop_mim.training.distributed import Ranks
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 1, CPU)
-VIEW = View((32, 32))
+VIEW = TestView((32, 32))
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_images_that_cannot_be_read_are_left_out(encoder, colours, tmp_path, sma
     bad.write_bytes(bad.read_bytes()[:40])
     with pytest.raises(InputError, match="1 of the 48 images"):
         extract(encoder, source, tmp_path / "f")
-    monkeypatch.setattr("stop_mim.data.bad_images.MAX_BAD_PART", 0.5)
+    monkeypatch.setattr("stop_mim.data.bad_images.MAX_BAD_FRACTION", 0.5)
     features = extract(encoder, source, tmp_path / "f")
     assert features.indices.tolist() == [index for index in range(48) if index != 12]
     torch.testing.assert_close(features.on(CPU), whole.on(CPU)[torch.arange(48) != 12])
@@ -109,7 +108,7 @@ def test_the_folder_depends_on_all_that_decides_the_features(encoder, colours):
     names = {
         features_folder(before, source, VIEW, 2, CPU).name,
         features_folder(before, source, VIEW, 1, CPU).name,
-        features_folder(before, source, View((32, 32), 37), 2, CPU).name,
+        features_folder(before, source, TestView((32, 32), 37), 2, CPU).name,
         features_folder(before, open_source(str(colours), "test"), VIEW, 2, CPU).name,
         features_folder(before, source, VIEW, 2, torch.device("cuda")).name,
         features_folder(encoder_fingerprint(encoder), source, VIEW, 2, CPU).name,

@@ -15,12 +15,13 @@ from small_trainings import (
     WHOLE,
     HubModel,
     InMemory,
-    Interrupted,
+    Killed,
     coloured,
-    interrupt_at,
+    kill_at,
     make_task,
     run_processes,
     scores_of,
+    signal_at,
     small_encoder,
 )
 from timm.layers import DropPath
@@ -36,7 +37,6 @@ from stop_mim.evaluation.tasks.finetune import (
     Mixing,
     make_optimiser,
     trainable_copy,
-    with_drop_path,
 )
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
@@ -58,7 +58,7 @@ def parity(count, seed=0):
 
 
 def training(options=PLAIN, speed=SPEED, seed=0, view="resize_flip"):
-    conditions = replace(CONDITIONS, speed=speed, seed=seed, train_view=view)
+    conditions = replace(CONDITIONS, speed=speed, seed=seed, protocol=replace(WHOLE, train_view=view))
     return FinetuneTraining(small_encoder(), coloured(96), options, conditions)
 
 
@@ -91,36 +91,36 @@ def test_the_given_encoder_is_not_changed():
     assert np.random.get_state()[1].tolist() == states[1]
 
 
-def test_the_learning_rate_warms_up_and_falls_for_each_layer():
-    run = training(replace(PLAIN, epochs=4, layer_decay=0.5, lowest_lr=1e-5))
+def test_the_learning_rate_warms_up_and_falls_for_each_layer(tmp_path):
+    run, rates = training(replace(PLAIN, epochs=4, layer_decay=0.5, lowest_lr=1e-5)), []
+    run.optimiser.register_step_post_hook(
+        lambda optimiser, *_: rates.append({group["lr_scale"]: group["lr"] for group in optimiser.param_groups})
+    )
+    run.train(tmp_path / "state")
     peak = 8e-3 * 32 / 256
-    rates = {}
-    for step in range(40):
-        run.set_lr(step, 10)
-        rates[step] = {group["lr_scale"]: group["lr"] for group in run.optimiser.param_groups}
-    assert [rates[step][1] for step in (0, 5, 10, 39)] == pytest.approx([1e-5, (1e-5 + peak) / 2, peak, 1e-5])
-    assert all(rate == pytest.approx(scale * now[1]) for now in rates.values() for scale, rate in now.items())
-    assert max(now[1] for now in rates.values()) == rates[10][1]
+    # Three steps an epoch, the first of which is the warm-up.
+    assert [rates[step][1] for step in (0, 3, 11)] == pytest.approx([1e-5, peak, 1e-5])
+    assert rates[1][1] == pytest.approx(1e-5 + (peak - 1e-5) / 3)
+    assert all(rate == pytest.approx(scale * now[1]) for now in rates for scale, rate in now.items())
 
 
-def test_drop_path_is_seeded_by_the_step_and_changes_what_is_learned():
+def test_drop_path_is_seeded_by_the_step_and_changes_what_is_learned(tmp_path):
     weights = []
-    for global_seed, rate in ((0, 0.5), (1, 0.5), (0, 0.0)):
+    for number, (global_seed, rate) in enumerate(((0, 0.5), (1, 0.5), (0, 0.0))):
         run = training(replace(PLAIN, epochs=1, drop_path=rate))
         torch.manual_seed(global_seed)
-        run.train()
+        run.train(tmp_path / str(number))
         weights.append(run.classifier.encoder.vit.blocks[1].mlp.fc1.weight.detach())
     assert torch.equal(weights[0], weights[1])
     assert not torch.allclose(weights[0], weights[2])
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch():
-    options = replace(PLAIN, epochs=2)
-    runs = [training(options, replace(SPEED, batch_size_per_device=size)) for size in (None, 5)]
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
+    runs = [training(replace(PLAIN, epochs=2), replace(SPEED, batch_size_per_device=size)) for size in (None, 5)]
     sizes = []
     runs[1].classifier.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    for run in runs:
-        run.train()
+    for number, run in enumerate(runs):
+        run.train(tmp_path / str(number))
     assert max(sizes) == 5
     assert sum(sizes) == 2 * 96
     assert runs[0].train_loss == pytest.approx(runs[1].train_loss, rel=1e-4)
@@ -135,9 +135,12 @@ def test_a_resumed_run_is_bit_identical(tmp_path):
         return one.score(coloured(40, seed=1)).tolist(), one.train_loss
 
     whole = run("whole")
-    with pytest.raises(Interrupted):
-        run("parts", interrupt_at(8))
-    assert read_checkpoint(tmp_path / "parts").step == 2
+    with pytest.raises(Killed):
+        run("parts", kill_at(5))
+    assert read_checkpoint(tmp_path / "parts").step == 3, "every epoch is saved"
+    with pytest.raises(SystemExit, match="143"):
+        run("parts", signal_at(6))
+    assert read_checkpoint(tmp_path / "parts").step == 7, "a signal saves the step"
     for seed in (np.random.seed, random.seed, torch.manual_seed):
         seed(99)
     assert run("parts") == whole
@@ -146,12 +149,12 @@ def test_a_resumed_run_is_bit_identical(tmp_path):
     assert one.tensors.keys() == other.tensors.keys()
     assert any(name.startswith("optimiser.exp_avg") for name in one.tensors)
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
-    assert run("whole", interrupt_at(1)) == whole, "a finished one is only scored again"
+    assert run("whole", kill_at(1)) == whole, "a finished one is only scored again"
 
 
-def test_a_loss_that_is_not_finite_ends_it():
+def test_a_loss_that_is_not_finite_ends_it(tmp_path):
     with pytest.raises(TrainingDiverged, match=r"finetune\.lr \(1e\+30\)"):
-        training(replace(PLAIN, lr=1e30, warmup_epochs=0.0)).train()
+        training(replace(PLAIN, lr=1e30, warmup_epochs=0.0)).train(tmp_path / "state")
 
 
 def test_encoders_and_sizes_that_cannot_be_trained_are_refused():
@@ -198,7 +201,7 @@ def test_two_processes_learn_what_one_learns(tmp_path):
             torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=1e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_on_the_gpu():
     ranks = Ranks(0, 1, 1, torch.device("cuda"))
     sets, options = (coloured(400), coloured(100, seed=1)), replace(RICH, epochs=10)
@@ -212,7 +215,7 @@ def test_on_the_gpu():
 
 def test_layers_learn_the_slower_the_earlier_they_are():
     classifier = Classifier(trainable_copy(small_encoder(depth=3), 0.0), 4, torch.Generator())
-    optimiser = make_optimiser(classifier, replace(PLAIN, layer_decay=0.5, weight_decay=0.05), CPU)
+    optimiser = make_optimiser(classifier, replace(PLAIN, layer_decay=0.5, weight_decay=0.05))
     names = {parameter: name for name, parameter in classifier.named_parameters()}
     groups = {names[parameter]: group for group in optimiser.param_groups for parameter in group["params"]}
     scales = {name: group["lr_scale"] for name, group in groups.items()}
@@ -230,7 +233,7 @@ def test_layers_learn_the_slower_the_earlier_they_are():
 
 def test_drop_path_is_active_in_training_alone():
     encoder = small_encoder(depth=3)
-    dropping = with_drop_path(encoder, 0.6)
+    dropping = trainable_copy(encoder, 0.6)
     rates = [[m.drop_prob for m in block.modules() if isinstance(m, DropPath)] for block in dropping.vit.blocks]
     assert rates == [[], [pytest.approx(0.3)] * 2, [pytest.approx(0.6)] * 2]
     images = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -240,7 +243,7 @@ def test_drop_path_is_active_in_training_alone():
         one = dropping.train()(images)
     # With a chance of 0.7 · 0.7 · 0.4 · 0.4 each that nothing is left out, some images differ and few do not.
     assert ((one - expected).abs().amax((1, 2)) > 1e-4).sum() > 8
-    assert not any(isinstance(module, DropPath) for module in with_drop_path(dropping, 0.0).modules())
+    assert not any(isinstance(module, DropPath) for module in trainable_copy(dropping, 0.0).modules())
 
 
 def one_hot_images(labels, classes=3):
@@ -248,7 +251,7 @@ def one_hot_images(labels, classes=3):
     return nn.functional.one_hot(labels, classes).float()[:, :, None, None].expand(-1, -1, 16, 16).clone()
 
 
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
 def test_what_is_mixed_has_the_target_that_belongs_to_it(mixup, cutmix):
     mixing = Mixing(replace(PLAIN, mixup=mixup, cutmix=cutmix), 3, CPU)
     labels = torch.tensor([0, 1, 2, 0, 1])
@@ -292,7 +295,7 @@ def test_timms_own_models_learn_in_all_that_a_prediction_depends_on(pool):
         reg_tokens=1,
     )
     classifier = Classifier(trainable_copy(Encoder(vit), 0.1), 3, torch.Generator())
-    optimiser = make_optimiser(classifier, PLAIN, CPU)
+    optimiser = make_optimiser(classifier, PLAIN)
     # The head begins at almost zero; a larger one lets every gradient be seen.
     nn.init.normal_(classifier.head.weight)
     classifier(torch.randn(8, 3, 32, 32)).square().sum().backward()
@@ -305,26 +308,8 @@ def test_timms_own_models_learn_in_all_that_a_prediction_depends_on(pool):
     assert {classifier.encoder.vit.cls_token, classifier.encoder.vit.reg_token} <= undecayed
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("epochs", 0),
-        ("batch_size", 0),
-        ("lr", 0.0),
-        ("lr", float("inf")),
-        ("lowest_lr", -1.0),
-        ("warmup_epochs", 101.0),
-        ("layer_decay", 1.1),
-        ("betas", (0.9, 1.0)),
-        ("drop_path", 1.0),
-        ("cutmix", float("nan")),
-        ("erasing_probability", 1.1),
-        ("crop_scale", (0.5, 0.3)),
-    ],
-)
-def test_options_that_cannot_work_are_refused_by_name(field, value):
-    with pytest.raises(InputError, match=f"finetune.{field} is"):
-        FinetuneOptions(**{field: value})
-    if field == "lr":
-        with pytest.raises(InputError, match=r"finetune_low_shot\.lr is"):
-            LowShotFinetuneOptions(lr=value)
+def test_options_that_cannot_work_are_refused_by_name():
+    with pytest.raises(InputError, match=r"finetune.warmup_epochs is 101"):
+        FinetuneOptions(warmup_epochs=101.0)
+    with pytest.raises(InputError, match=r"finetune_low_shot\.lr is"):
+        LowShotFinetuneOptions(lr=float("inf"))

@@ -1,15 +1,11 @@
 """Nearest neighbours against scikit-learn, however the features are cut into chunks."""
 
-import math
-import re
-
 import numpy as np
 import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from stop_mim.errors import InputError
-from stop_mim.evaluation.tasks.knn import KnnOptions, knn
+from stop_mim.evaluation.tasks.knn import knn
 from stop_mim.models import neighbours
 from stop_mim.models.neighbours import nearest, votes
 
@@ -65,11 +61,3 @@ def test_votes_do_not_overflow_at_low_temperatures(clusters):
     features, labels, test_features, _ = clusters
     cosines, numbers = nearest([features], test_features, 5)
     assert torch.isfinite(votes(cosines, labels[numbers], 5, temperature=1e-4)).all()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("neighbours", ()), ("neighbours", (5, 0)), ("temperature", 0.0), ("temperature", math.nan)]
-)
-def test_settings_that_mean_nothing_are_refused(field, value):
-    with pytest.raises(InputError, match=re.escape(f"knn.{field} is {value}")):
-        KnnOptions(**{field: value})

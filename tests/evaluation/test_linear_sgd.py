@@ -1,6 +1,7 @@
 """Linear heads by SGD: how good they are, what chooses among them, each of their steps, and resuming."""
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,25 +17,25 @@ from small_trainings import (
     SHARED,
     SPEED,
     WHOLE,
-    HubModel,
-    Interrupted,
+    Killed,
     coloured,
-    interrupt_at,
+    kill_at,
     make_task,
     run_processes,
     scores_of,
+    signal_at,
     small_encoder,
+    train_shared,
 )
 from torch import nn
 
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.features import pooled_features
-from stop_mim.evaluation.linear_heads import Head, LinearHeads, inverse_curvature, precondition, sum_of_products
+from stop_mim.evaluation.linear_heads import inverse_curvature, sum_of_products
 from stop_mim.evaluation.protocols import PROTOCOLS, Protocol
 from stop_mim.evaluation.tasks import linear_sgd as linear_sgd_module
-from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions, LinearTraining, heads_for, lr_factor
-from stop_mim.models.hub_encoder import HubEncoder
+from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions, LinearTraining, lr_factor
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
@@ -47,7 +48,7 @@ def scores(encoder, sets, protocol=WHOLE, **options):
 
 
 def training(encoder, train, protocol=WHOLE, batch_size=32, conditions=CONDITIONS):
-    return LinearTraining(encoder, train, protocol, batch_size, conditions)
+    return LinearTraining(encoder, train, batch_size, replace(conditions, protocol=protocol))
 
 
 @pytest.mark.parametrize("protocol", [replace(WHOLE, epochs=16, milestones=(8, 12)), NEWTON], ids=["SGD", "Newton"])
@@ -78,24 +79,19 @@ def test_options_replace_the_protocols_values(encoder, sets):
 
 
 def test_names_tell_the_heads_and_what_was_chosen(encoder, sets):
-    metrics, chosen = ["held_out_top1", "top1", "top5"], ["layers", "batch_norm", "lr"]
-    for lrs in ((0.5,), (0.5, 0.03)):
-        task = make_task("linear-sgd", encoder, *sets, replace(WHOLE, epochs=1, milestones=(), lrs=lrs), batch_size=32)
-        records = [*task.run()]
-        found = {score.name: score.value for score in records}
-        heads = [f"{kind}/lr={lr:g}" for kind in KINDS for lr in lrs] if len(lrs) > 1 else []
-        expected = [f"{head}/{metric}" for head in heads for metric in metrics]
-        expected += [f"{kind}/{m}" for kind in KINDS for m in (["lr"] if heads else []) + metrics]
-        assert [*found] == expected + chosen + metrics
-        assert [score.name for score in records if score.headline] == [f"{kind}/top1" for kind in KINDS] + metrics[1:]
-        for kind in KINDS if heads else ():
-            lr = found[f"{kind}/lr"]
-            held_out = {one: found[f"{kind}/lr={one:g}/held_out_top1"] for one in lrs}
-            assert held_out[lr] == max(held_out.values()) == found[f"{kind}/held_out_top1"]
-            assert found[f"{kind}/top1"] == found[f"{kind}/lr={lr:g}/top1"]
-        best = f"last{found['layers']:.0f}{'/batch_norm' if found['batch_norm'] else ''}"
-        best += f"/lr={found['lr']:g}" if heads else ""
-        assert all(found[metric] == found[f"{best}/{metric}"] for metric in metrics)
+    metrics, lrs = ["held_out_top1", "top1", "top5"], (0.5, 0.03)
+    task = make_task("linear-sgd", encoder, *sets, replace(WHOLE, epochs=1, milestones=(), lrs=lrs), batch_size=32)
+    records = [*task.run()]
+    found = {score.name: score.value for score in records}
+    expected = [f"{kind}/lr={lr:g}/{metric}" for kind in KINDS for lr in lrs for metric in metrics]
+    expected += [f"{kind}/{metric}" for kind in KINDS for metric in ["lr", *metrics]]
+    assert [*found] == [*expected, "layers", "batch_norm", "lr", *metrics]
+    assert [score.name for score in records if score.headline] == [f"{kind}/top1" for kind in KINDS] + metrics[1:]
+    for kind in KINDS:
+        held_out = {lr: found[f"{kind}/lr={lr:g}/held_out_top1"] for lr in lrs}
+        assert held_out[found[f"{kind}/lr"]] == max(held_out.values()) == found[f"{kind}/held_out_top1"]
+    best = f"last{found['layers']:.0f}{'/batch_norm' if found['batch_norm'] else ''}/lr={found['lr']:g}"
+    assert all(found[metric] == found[f"{best}/{metric}"] for metric in metrics)
 
 
 def test_held_out_images_choose_even_if_the_test_set_would_not(encoder, sets, monkeypatch):
@@ -113,10 +109,10 @@ def test_held_out_images_choose_even_if_the_test_set_would_not(encoder, sets, mo
     assert all(found[name] == value for name, value in honest.items() if "held_out" in name)
 
 
-def test_the_heads_do_not_learn_from_what_chooses_among_them(encoder):
+def test_the_heads_do_not_learn_from_what_chooses_among_them(encoder, tmp_path):
     train = coloured(100, together=False)
     run = training(encoder, train, conditions=replace(CONDITIONS, speed=SpeedConfig(workers=0, loader="streaming")))
-    run.train()
+    run.train(tmp_path / "state")
     assert len(run.held_out) == 5
     assert sorted({*train.source.reads}) == sorted(run.used.indices)
     assert not {*run.used.indices} & {*run.held_out.indices}
@@ -146,45 +142,28 @@ def test_the_encoder_stays_as_it_is_and_the_global_generator_too(sets):
     assert all(parameter.grad is None for parameter in encoder.parameters())
 
 
-@pytest.mark.parametrize("loader", ["resident", "streaming"])
-def test_bad_training_images_are_left_out(encoder, loader):
+def test_bad_training_images_are_left_out(encoder):
     sets = coloured(400, together=False, bad=(5, 100)), coloured(40, seed=1)
-    assert scores(encoder, sets, speed=replace(SPEED, loader=loader))["top1"] > 60
+    assert scores(encoder, sets)["top1"] > 60
 
 
 def test_an_encoder_that_gives_no_numbers_is_refused(sets):
     encoder = small_encoder()
     encoder.vit.norm.weight.data.fill_(torch.nan)
-    with pytest.raises(TrainingDiverged, match="epoch 1"):
+    with pytest.raises(TrainingDiverged, match=r"step 1: lower linear_sgd.lrs \(\(0.5,\)\)"):
         scores(encoder, sets)
     with pytest.raises(TrainingDiverged, match="not finite"):
         scores(encoder, sets, NEWTON)
 
 
-def test_a_batch_that_cannot_be_divided_is_refused(encoder, sets):
-    run = training(encoder, sets[0], batch_size=33)
-    run.ranks = Ranks(0, 2, 2, CPU)
+def test_options_that_cannot_work_are_refused_by_name(encoder, sets):
     with pytest.raises(InputError, match="batch_size is 33: it must be a multiple of 2"):
-        run.batches()
+        training(encoder, sets[0], batch_size=33, conditions=replace(CONDITIONS, ranks=Ranks(0, 2, 2, CPU)))
+    with pytest.raises(InputError, match=r"linear_sgd\.lrs is"):
+        LinearSGDOptions(lrs=(0.1, 0.1))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("epochs", 0), ("batch_size", 1), ("lrs", ()), ("lrs", (0.1, 0.1)), ("lrs", (-0.1,)), ("lrs", (float("nan"),))],
-)
-def test_options_that_cannot_work_are_refused_by_name(field, value):
-    with pytest.raises(InputError, match=f"linear_sgd.{field} is"):
-        LinearSGDOptions(**{field: value})
-
-
-def test_encoders_of_the_hub_are_probed_too(sets):
-    found = scores(HubEncoder(HubModel()), sets)
-    assert found["top1"] > 60
-    assert "last1/batch_norm/top1" in found
-    assert not any("last2" in name or "last4" in name for name in found)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_on_the_gpu(sets, loader):
     ranks = Ranks(0, 1, 1, torch.device("cuda"))
@@ -193,31 +172,6 @@ def test_on_the_gpu(sets, loader):
 
 
 # Steps
-
-
-def test_the_heads_are_the_last_layer_and_the_last_four_or_all_there_are():
-    for depth, last in ((12, 4), (3, 3)):
-        expected = [Head(layers, norm, 0.5) for layers in (1, last) for norm in (False, True)]
-        assert heads_for(WHOLE, depth) == expected
-    assert heads_for(WHOLE, 1) == [Head(1, False, 0.5), Head(1, True, 0.5)]
-
-
-def test_logits_are_a_linear_map_of_the_last_columns_standardised_or_not():
-    heads = LinearHeads(heads_for(WHOLE, 12), 3, 5, ALONE)
-    # torch's own, with its momentum of a tenth, over the same four batches.
-    reference = nn.BatchNorm1d(12, affine=False)
-    for features in torch.randn(4, 50, 12, generator=torch.Generator().manual_seed(0)) * 3 + 1:
-        heads.train()
-        logits, standardised = heads.logits(features), reference(features)
-        assert logits.shape == (4, 50, 5)
-        for number, inputs in enumerate((features[:, 9:], standardised[:, 9:], features, standardised)):
-            linear = heads.linears[number]
-            torch.testing.assert_close(logits[number], inputs @ linear.weight.T + linear.bias)
-    heads.eval()
-    alone = heads.logits(features[:1])
-    torch.testing.assert_close(alone, heads.logits(features)[:, :1])
-    torch.testing.assert_close(alone[1], reference.eval()(features)[:1, 9:] @ heads.linears[1].weight.T)
-    assert not list(heads.norm.parameters())
 
 
 def inputs_of(head, features):
@@ -230,21 +184,19 @@ def test_a_step_is_that_of_each_head_alone(encoder, sets):
     pixels, labels = sets[0].source.pixels[:32], torch.from_numpy(sets[0].labels[:32])
     features = pooled_features(encoder, pixels, 2).clone()
     before = [(linear.weight.detach().clone(), linear.bias.detach().clone()) for linear in run.heads.linears]
-    run.set_lr(0, 10)
     run.heads.train()
     images = (pixels / 255 - torch.tensor(encoder.mean)[:, None, None]) / torch.tensor(encoder.std)[:, None, None]
-    run.step(0, images, labels)
+    assert run.update(images, labels, run.lr(0), seed=0)[2] == 1
     for number, head in enumerate(run.heads.heads):
         weight, bias = (nn.Parameter(value) for value in before[number])
         loss = nn.functional.cross_entropy(inputs_of(head, features) @ weight.T + bias, labels)
         loss.backward()
         torch.optim.SGD([weight, bias], head.lr * 32 / 256, 0.9, weight_decay=5e-4, nesterov=True).step()
-        torch.testing.assert_close(run.losses[number], loss.detach(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(run.heads.linears[number].weight, weight, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(run.heads.linears[number].bias, bias, atol=1e-5, rtol=1e-4)
 
 
-def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(encoder, sets):
+def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(encoder, sets, tmp_path):
     run = training(encoder, sets[0], replace(NEWTON, weight_decay=0.01), batch_size=380)
     taken = []
 
@@ -254,7 +206,7 @@ def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(enc
 
     run.optimiser.register_step_pre_hook(look)
     before = [linear.weight.detach().clone() for linear in run.heads.linears]
-    run.train()
+    run.train(tmp_path / "state")
     features = pooled_features(encoder, run.used.source.pixels[run.used.indices], 2).clone()
     labels = torch.from_numpy(run.used.classes)
     for number, head in enumerate(run.heads.heads):
@@ -268,28 +220,19 @@ def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(enc
     # They are standardised by the training set, not by the batch.
     torch.testing.assert_close(run.heads.norm.running_mean, features.mean(0), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(run.heads.norm.running_var, features.var(0, unbiased=False), atol=1e-5, rtol=1e-3)
-    run.start(run.batches())
-    assert run.heads.linears[0].training
     assert not run.heads.norm.training
 
 
-def test_the_optimiser_gets_the_learning_rate_of_the_schedule_scaled_with_the_batch(encoder, sets):
+def test_the_optimiser_gets_the_learning_rate_of_the_schedule_scaled_with_the_batch(encoder, sets, tmp_path):
     run = training(encoder, sets[0], replace(WHOLE, epochs=3, milestones=(1,), lrs=(0.5, 0.1)), batch_size=38)
     seen = []
     run.optimiser.register_step_post_hook(
         lambda optimiser, *_: seen.append([group["lr"] for group in optimiser.param_groups[:2]])
     )
-    run.train()
+    run.train(tmp_path / "state")
     # 380 images are learned from: ten steps an epoch.
     peaks = np.array([0.5, 0.1]) * 38 / 256
     assert np.allclose(seen, [peaks] * 10 + [0.1 * peaks] * 20)
-
-
-def test_features_are_those_of_some_images_at_a_time(encoder, sets):
-    speed = replace(SPEED, batch_size_per_device=7)
-    images = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    parts = training(encoder, sets[0], conditions=replace(CONDITIONS, speed=speed)).features(images)
-    torch.testing.assert_close(parts, encoder.embed(images, 2).detach())
 
 
 def test_accuracies_are_of_the_images_that_can_be_read(encoder, sets):
@@ -327,23 +270,25 @@ def state_files():
 def test_a_resumed_run_is_bit_identical(encoder, tmp_path, loader, preconditioned):
     train = coloured(90, together=False)
     protocol = Protocol("cosine", 4, final_factor=0.01, lrs=(0.5, 0.1), preconditioned=preconditioned)
-    conditions = replace(CONDITIONS, train_view="random_resized_crop", speed=replace(SPEED, loader=loader))
 
     def run(name, progress=None):
+        conditions = replace(CONDITIONS, speed=replace(SPEED, loader=loader))
         training(encoder, train, protocol, conditions=conditions).train(tmp_path / name, progress)
         return read_checkpoint(tmp_path / name)
 
     whole = run("whole")
-    for step in (8, 11):  # In the third and in the fourth epoch, of three steps each.
-        with pytest.raises(Interrupted):
-            run("parts", interrupt_at(step))
-        assert read_checkpoint(tmp_path / "parts").step == (step - 1) // 3
+    with pytest.raises(Killed):
+        run("parts", kill_at(8))
+    assert read_checkpoint(tmp_path / "parts").step == 6, "every epoch, of three steps, is saved"
+    with pytest.raises(KeyboardInterrupt):
+        run("parts", signal_at(9, signal.SIGINT))
+    assert read_checkpoint(tmp_path / "parts").step == 10, "a signal saves the step"
     parts = run("parts")
-    assert whole.step == parts.step == 4
+    assert whole.step == parts.step == 12
     assert whole.tensors.keys() == parts.tensors.keys()
     assert any(name.startswith("optimiser.momentum_buffer") for name in whole.tensors)
     assert all(torch.equal(whole.tensors[name], parts.tensors[name]) for name in whole.tensors)
-    run("whole", interrupt_at(1))  # A finished one is not trained again.
+    run("whole", kill_at(1))  # A finished one is not trained again.
 
 
 def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
@@ -352,8 +297,8 @@ def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
     whole = scores_of(make(progress=lambda done, total: told.append((done, total))))
     assert told == [(step, 48) for step in range(1, 49)]
     assert not state_files()
-    with pytest.raises(Interrupted):
-        scores_of(make(progress=interrupt_at(30)))
+    with pytest.raises(Killed):
+        scores_of(make(progress=kill_at(30)))
     (state,) = state_files()
     for others in ({"seed": 1}, {"lrs": (0.1,)}, {"protocol": replace(WHOLE, weight_decay=0.1)}):
         scores_of(make(**others))
@@ -361,8 +306,8 @@ def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
     told.clear()
     assert scores_of(make(progress=lambda done, total: told.append((done, total)))) == whole
     assert told[0] == (25, 48)
-    with pytest.raises(Interrupted):
-        scores_of(make(progress=interrupt_at(30)))
+    with pytest.raises(Killed):
+        scores_of(make(progress=kill_at(30)))
     state.write_bytes(state.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match=rf"{state.name}.*delete it"):
         scores_of(make())
@@ -372,18 +317,14 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from small_trainings import SHARED, coloured, make_task, small_encoder
+from small_trainings import SHARED, train_shared
 from stop_mim.training.distributed import process_group
 
 torch.set_num_threads(1)
 with process_group("cpu") as ranks:
-    for name, protocol in SHARED.items():
-        sets, folder = (coloured(79), coloured(41, seed=1)), Path(sys.argv[2])
-        task = make_task("linear-sgd", small_encoder(), *sets, protocol, ranks=ranks, flip=0.0, batch_size=32)
-        training = task.training()
-        training.train(folder / f"{name}{ranks.world_size}")
-        results = {score.name: score.value for score in task.results(training)}
-        torch.save(results, folder / f"{name}{ranks.world_size}.{ranks.rank}")
+    for name in SHARED:
+        results = train_shared(name, ranks, Path(sys.argv[2]))
+        torch.save(results, Path(sys.argv[2]) / f"{name}2.{ranks.rank}")
 """
 
 
@@ -393,7 +334,7 @@ def test_two_processes_learn_what_one_learns(tmp_path):
     for name, protocol in SHARED.items():
         first, second = (torch.load(tmp_path / f"{name}2.{rank}", weights_only=True) for rank in (0, 1))
         assert first == second
-        training(small_encoder(), coloured(79), protocol).train(tmp_path / f"{name}1")
+        train_shared(name, ALONE, tmp_path)
         one, two = (read_checkpoint(tmp_path / f"{name}{count}").tensors for count in (1, 2))
         assert one.keys() == two.keys()
         for key, tensor in one.items():
@@ -405,15 +346,7 @@ def test_two_processes_learn_what_one_learns(tmp_path):
 # Curvature
 
 
-def correlated(count=600, dim=12, seed=0):
-    """Features far from zero, along whose principal components the variances fall by a million."""
-    generator = torch.Generator().manual_seed(seed)
-    turned = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q
-    return (torch.randn(count, dim, generator=generator) * torch.logspace(0, -3, dim)) @ turned + 2
-
-
-@pytest.mark.parametrize("columns", [12, 3])
-@pytest.mark.parametrize("standardised", [False, True])
+@pytest.mark.parametrize(("columns", "standardised"), [(12, False), (3, True)])
 def test_it_is_the_inverse_of_the_losss_second_derivatives(columns, standardised):
     features = torch.randn(300, 12, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 12) + 1
     seen = features[:, -columns:]
@@ -430,38 +363,3 @@ def test_it_is_the_inverse_of_the_losss_second_derivatives(columns, standardised
     moments = (sum_of_products(features[:100]) + sum_of_products(features[100:])) / 300
     ours = inverse_curvature(moments, columns, standardised, 5, 0.01)
     assert (ours - expected).norm() < 0.01 * expected.norm()
-
-
-def test_features_that_do_not_vary_have_finite_steps():
-    features = torch.cat([correlated(), torch.zeros(600, 2), torch.ones(600, 1)], 1)
-    for standardised in (False, True):
-        inverse = inverse_curvature(sum_of_products(features) / 600, 15, standardised, 5, 0.0)
-        assert torch.isfinite(inverse).all()
-        assert inverse.abs().max() < 1e7
-
-
-def test_preconditioned_steps_reach_the_optimum_far_sooner():
-    features, generator = correlated(), torch.Generator().manual_seed(1)
-    directions = torch.randn(4, 12, generator=generator) / features.std(0)
-    labels = (features @ directions.T + torch.randn(600, 4, generator=generator)).argmax(1)
-    inverse = inverse_curvature(sum_of_products(features) / 600, 12, False, 4, 1e-5)
-
-    def loss_after(steps, rate, preconditioned):
-        linear = nn.Linear(12, 4)
-        nn.init.zeros_(linear.weight)
-        nn.init.zeros_(linear.bias)
-        for _ in range(steps):
-            linear.zero_grad()
-            nn.functional.cross_entropy(linear(features), labels).backward()
-            if preconditioned:
-                precondition(linear, inverse, 1e-5)
-            with torch.no_grad():
-                for parameter in linear.parameters():
-                    parameter -= rate * (parameter.grad + (0 if preconditioned else 1e-5 * parameter))
-        squares = linear.weight.square().sum() + linear.bias.square().sum()
-        return (nn.functional.cross_entropy(linear(features), labels) + 1e-5 / 2 * squares).item()
-
-    least = loss_after(3000, 1.0, True)
-    assert loss_after(100, 1.0, True) < least + 0.01
-    # The best rate of many; with a larger one it explodes.
-    assert min(loss_after(100, rate, False) for rate in (0.01, 0.03, 0.1, 0.3)) > least + 0.05

@@ -7,10 +7,9 @@ import PIL.Image
 import pytest
 import torch
 
-from stop_mim.data.videos import Video, open_videos
+from stop_mim.data.videos import Video
 from stop_mim.errors import InputError
 from stop_mim.evaluation import propagation
-from stop_mim.evaluation.overlays import overlay
 from stop_mim.evaluation.propagation import (
     PropagationConfig,
     feature_size,
@@ -107,25 +106,11 @@ def test_objects_that_pass_each_other_keep_their_numbers():
     assert min(one["J_mean"] for one in scores.values()) > 0.93
 
 
-def test_sizes_that_are_no_multiples_of_patches():
-    """90x70 frames at patches of 4: the mask comes back at the frame's own size."""
-    video = DrawnVideo(size=(70, 90))
-    encoder = MeanColour()
-    masks = propagated(encoder, video)
-    assert masks[3].shape == (70, 90)
-    assert set(encoder.sizes) == {(1, 3, 64, 84)}
-    assert mean_region(video, masks) > 0.85
-
-
 @pytest.mark.parametrize(
     ("frame", "patch", "short_side", "expected"),
     [
         ((480, 854), (16, 16), 480, (480, 848)),
-        ((480, 854), (8, 8), 480, (480, 856)),
-        ((480, 854), (14, 14), 480, (476, 854)),
-        ((1080, 1920), (16, 16), 480, (480, 848)),
         ((854, 480), (16, 8), 240, (432, 240)),
-        ((128, 128), (16, 16), 480, (480, 480)),
         ((5, 500), (16, 16), 4, (16, 400)),
     ],
 )
@@ -164,16 +149,7 @@ def random_frames(count, grid=(6, 9), dim=8, classes=3, seed=0):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"window": 2},
-        {"window": 0},
-        {"window": 1, "neighbours": 40},
-        {"neighbours": 1},
-        {"neighbours": 1000},
-        {"temperature": 1.0},
-        {"temperature": 0.01},
-    ],
+    [{}, {"window": 0}, {"window": 1, "neighbours": 40}, {"neighbours": 1000}, {"temperature": 1.0}],
 )
 def test_propagation_is_its_definition(changes):
     (features, _), *context = random_frames(4)
@@ -274,19 +250,6 @@ def test_overlays_are_drawn(tmp_path):
         VideoOptions(overlays=True)
 
 
-def test_an_overlay_tints_and_outlines_objects_alone():
-    frame = torch.full((3, 40, 60), 100, dtype=torch.uint8)
-    mask = torch.zeros(40, 60, dtype=torch.uint8)
-    mask[10:30, 10:30] = 1
-    drawn = overlay(frame, mask, 60)
-    assert drawn[35, 50].tolist() == [100, 100, 100]
-    red, green, blue = drawn[20, 20].tolist()
-    assert red > 150
-    assert green == blue < 100
-    assert (drawn == 255).all(2).any()
-    assert overlay(frame, mask, 120).shape == (80, 120, 3)
-
-
 def test_tokens_that_are_no_patches_or_not_finite_are_refused():
     class WithClassToken(MeanColour):
         def forward(self, images):
@@ -300,54 +263,7 @@ def test_tokens_that_are_no_patches_or_not_finite_are_refused():
         propagated(broken, DrawnVideo())
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("short_side", 0), ("context_frames", -1), ("window", -1), ("neighbours", 0), ("temperature", math.nan)],
-)
-def test_bad_settings(field, value):
-    with pytest.raises(InputError, match=f"video.propagation.{field} is {value}"):
-        PropagationConfig(**{field: value})
-
-
-class EveryFourth(Video):
-    """A real video made short, with faster motion."""
-
-    def __init__(self, video, frames):
-        self.name, self.video, self.frames = video.name, video, frames
-
-    def __len__(self):
-        return self.frames
-
-    def frame(self, index):
-        return self.video.frame(4 * index)
-
-    def has_mask(self, index):
-        return True
-
-    def mask(self, index):
-        return self.video.mask(4 * index)
-
-    def fingerprint(self):
-        return self.video.fingerprint()
-
-
-@pytest.mark.parametrize("name", ["blackswan", "dog"])
-def test_real_objects_are_followed_better_than_by_standing_still(real_data, name):
-    """Even an untrained encoder of two layers, whose features are colours and textures, must beat the first mask.
-
-    The third sequence of the sample, a dog that runs behind posts and branches, is left to encoders that have learned.
-    """
-    whole = next(video for video in open_videos(str(real_data("davis-sample"))) if video.name == name)
-    videos = [EveryFourth(whole, 8)]
-    torch.manual_seed(0)
-    encoder = create_encoder(Dimensions(48, 2, 3), image_size=64, patch_size=8)
-    followed = segment_videos(encoder.eval(), videos, config(short_side=160), CPU)
-    copied = score_videos(videos, first_mask)
-    assert followed["J_mean"] > copied["J_mean"] + 0.1
-    assert followed["F_mean"] > copied["F_mean"] + 0.1
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_gpu_agrees_with_the_cpu():
     torch.manual_seed(0)
     encoder = create_encoder(Dimensions(48, 2, 3), image_size=64, patch_size=8).eval()

@@ -1,6 +1,5 @@
 """The measures against DAVIS's own numbers, and against their definitions written pixel by pixel."""
 
-import json
 import math
 
 import numpy as np
@@ -66,7 +65,7 @@ def blobs(generator, shape):
     return field > generator.choice([-9, 0, 0, 0.5 * field.std(), 1.5 * field.std(), 9])
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (7, 1), (2, 2), (17, 23), (48, 64), (5, 400), (20, 660)])
+@pytest.mark.parametrize("shape", [(1, 9), (7, 1), (17, 23), (48, 64), (20, 660)])
 def test_measures_are_their_definitions(shape):
     generator = np.random.default_rng(sum(shape))
     values = []
@@ -110,15 +109,10 @@ def test_masks_without_contour():
     ("frames", "first", "last"),
     [
         (1, [0], [0]),
-        (2, [0], [1]),
         (3, [0, 1], [2]),
-        (4, [0, 1], [2, 3]),
         (5, [0, 1], [3, 4]),
-        (6, [0, 1], [4, 5]),
         (7, [0, 1, 2], [5, 6]),
         (8, [0, 1, 2], [5, 6, 7]),
-        (9, [0, 1, 2], [6, 7, 8]),
-        (47, range(13), range(35, 47)),
         (48, range(13), range(35, 48)),
     ],
 )
@@ -213,17 +207,6 @@ def test_objects_sequences_and_the_whole(scored):
     assert region != pytest.approx((np.mean(three) + expected["one", 1][0]) / 2, abs=1e-3)
 
 
-def test_the_json_form(scored):
-    videos, _, folder = scored
-    scores = score_masks(videos, folder)
-    form = json.loads(json.dumps(scores))
-    assert list(form) == ["J&F", *NAMES, "sequences"]
-    assert {name: sequence["n"] for name, sequence in form["sequences"].items()} == {"three": 10, "one": 7}
-    assert list(form["sequences"]["three"]) == [*NAMES, "n", "objects"]
-    assert list(form["sequences"]["three"]["objects"]) == ["1", "2", "3"]
-    assert list(form["sequences"]["three"]["objects"]["2"]) == NAMES
-
-
 def test_foreground_merges_the_objects(scored):
     videos, predictions, folder = scored
     found = score_masks(videos[:1], folder, foreground=True)["sequences"]["three"]
@@ -268,54 +251,31 @@ def test_objects_are_those_of_the_first_mask():
     assert found == {"1": (1, 1), "2": (1, 1), "3": (1, 1)}
 
 
-def remove_a_sequence(videos, folder):
-    (folder / "one").rename(folder / "eins")
-
-
 def remove_frames(videos, folder):
     for index in (3, 4, 5):
         (folder / "one" / f"{index:05d}.png").unlink()
 
 
-def add_an_object(videos, folder):
-    save(folder, "one", [mask * 2 for mask in videos[1].masks])
-
-
-def shrink_a_mask(videos, folder):
-    write_mask(folder / "one" / "00004.png", videos[1].masks[4][:-1])
-
-
-def forget_the_truth(videos, folder):
-    videos[1].masks[2] = None
-
-
-def shorten(videos, folder):
-    videos[1].masks[:] = videos[1].masks[:2]
-
-
-def drop_all(videos, folder):
-    videos.clear()
-
-
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (remove_a_sequence, "'one': put them into .*one"),
+        (lambda videos, folder: (folder / "one").rename(folder / "eins"), "'one': put them into .*one"),
         (remove_frames, "one has no 00003.png and 2 more"),
-        (add_an_object, "00001 of the video 'one' has an object 2"),
-        (shrink_a_mask, "00004 of the video 'one' has 36x23 pixels: .* 36x24"),
-        (forget_the_truth, "'one' has no true mask of 00002"),
-        (shorten, "'one' has 2 frames"),
-        (drop_all, "no video"),
+        (
+            lambda videos, folder: write_mask(folder / "one" / "00004.png", videos[1].masks[4][:-1]),
+            "00004 of the video 'one' has 36x23 pixels: .* 36x24",
+        ),
+        (lambda videos, folder: videos[1].masks.__setitem__(2, None), "'one' has no true mask of 00002"),
+        (lambda videos, folder: videos[1].masks.__delitem__(slice(2, None)), "'one' has 2 frames"),
+        (lambda videos, folder: videos.clear(), "no video"),
     ],
+    ids=["no sequence", "no frames", "another size", "no truth", "too short", "nothing"],
 )
 def test_bad_input_is_refused(scored, damage, sentence):
     videos, _, folder = scored
     damage(videos, folder)
-    # What is missing is noticed before anything is scored.
-    began = damage in (add_an_object, shrink_a_mask)
     with pytest.raises(InputError, match=sentence):
-        score_masks(videos, folder, progress=lambda done, total: began or pytest.fail("began to score"))
+        score_masks(videos, folder)
 
 
 def test_foreign_numbers_and_void_are_foreground_when_merged(scored):

@@ -120,7 +120,7 @@ def test_targets_of_the_last_layer_are_close_and_others_as_before(options):
         torch.testing.assert_close(found.mean(-1), torch.zeros(found.shape[:-1]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_on_a_gpu_it_is_as_close():
     encoder = make_encoder(Dimensions(192, 4, 3), image_size=(64, 64)).cuda()
     images, indices = (part.cuda() for part in images_and_indices((64, 64), n=16, batch=16))

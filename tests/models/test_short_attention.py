@@ -14,8 +14,6 @@ from timm.layers import Attention
 import stop_mim
 from stop_mim.models.kernels.short_attention import LONGEST, ShortAttention, attend, is_plain_attention
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def reference(qkv, heads):
     """The definition, in the precision of the input."""
@@ -106,7 +104,7 @@ def test_the_kernels_are_attention_in_tritons_interpreter():
     assert done.stdout == "the same\n"
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("n", [5, 20, 49, 64, 82, 128])
 def test_the_kernels_are_attention_on_a_gpu(monkeypatch, n, width):
@@ -125,7 +123,7 @@ def test_the_kernels_are_attention_on_a_gpu(monkeypatch, n, width):
     torch.testing.assert_close(ours.grad.float(), exact.grad, atol=0.05, rtol=0.05)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_what_the_kernel_is_not_made_for_is_computed_by_torch():
     for qkv in (
         random_qkv(2, LONGEST + 1, 96, device="cuda").bfloat16(),

@@ -1,6 +1,5 @@
-"""Sweeps as processes: skipped, failed, retried, interrupted, continued; and one through the real commands."""
+"""Sweeps as processes: skipped, failed, retried, interrupted, continued."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,68 +15,15 @@ from stop_mim.errors import InputError
 from stop_mim.sweeps.launch import places
 from stop_mim.sweeps.run import run_sweep
 
-PLUGIN = """
-from stop_mim.sweeps.grid import SWEEPS, Sweep
-from stop_mim.sweeps.scales import SCALES, Scale
-
-@SWEEPS.register("quiet-or-loud")
-def quiet_or_loud():
-    '''Two values of sigma.'''
-    return Sweep("quiet", {"quiet": {"positions.sigma": 0.0}, "loud": {"positions.sigma": 1.0}})
-
-@SCALES.register("seconds")
-def seconds():
-    '''A model that is trained within seconds.'''
-    overrides = {"data": "scenes:count=32,size=32", "encoder.image_size": (32, 32), "encoder.width": 24,
-        "predictor.width": 16, "predictor.depth": 1, "optim.batch_size": 8, "optim.epochs": 2, "optim.warmup_epochs": 1.0,
-        "log.tensorboard": False}
-    data = ("--data", "scenes:count=48,size=32", "--test-data", "scenes:count=200,size=32")
-    return Scale("demo", overrides, ("--task", "clevr", *data, "--linear.standardise", "True", "--linear.layers", "1"))
-"""
-
-
 HOLDER = """
 import time
 from pathlib import Path
-from stop_mim.files import held
+from stop_mim.files import locked
 
-with held(Path("out/.lock")):
+with locked(Path("out/.lock")):
     print("held", flush=True)
     time.sleep(60)
 """
-
-
-def test_a_sweep_from_outside_runs_through_the_command_line(tmp_path, scene_cache):
-    (tmp_path / "own_sweep.py").write_text(PLUGIN)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]),
-        "STOP_MIM_PLUGINS": "own_sweep",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "stop_mim", "sweep", "quiet-or-loud", "--scale", "seconds", "--seeds", "0"]
-    options = [
-        "--variants",
-        "loud",
-        "--out",
-        "out",
-        "--speed.device",
-        "cpu",
-        "--speed.workers",
-        "0",
-        "--optim.lr",
-        "1e-4",
-    ]
-    ended = subprocess.run(
-        [*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["unfinished"] == []
-    scores = summary["variants"]["loud"]["scores"]
-    assert {"count/clevr/top1", "distance/clevr/top1", "health/A_norm"} <= set(scores)
-    config = json.loads((tmp_path / "out" / "loud" / "seed-0" / "config.json").read_text())
-    assert (config["optim"]["lr"], config["positions"]["sigma"], config["speed"]["device"]) == (1e-4, 1.0, "cpu")
 
 
 def test_failed_runs_are_named_and_retried_on_demand(stand_in, console):

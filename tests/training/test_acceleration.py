@@ -12,7 +12,6 @@ from stepping import (
 )
 from tiny_run import CPU
 
-from stop_mim.cli import main
 from stop_mim.errors import InputError
 from stop_mim.models.kernels.fast import is_half
 from stop_mim.training.acceleration import (
@@ -53,18 +52,13 @@ def kinds(speed, steps, device, world_size=1, fixed_shapes=True):
     [
         ({}, 500, GPU, 1, ["CapturedStep", "CompiledStep"]),
         ({}, 499, GPU, 1, ["CapturedStep"]),
-        ({}, 20, GPU, 1, ["CapturedStep"]),
         ({}, 19, GPU, 1, []),
         ({}, 500, GPU, 2, ["CompiledStep"]),
-        ({}, 499, GPU, 2, []),
         ({}, 1_000_000, CPU, 1, []),
         ({"compile": True}, 1, CPU, 1, ["CompiledStep"]),
-        ({"compile": True}, 1, GPU, 1, ["CompiledStep"]),
         ({"compile": True, "graph": False}, 500, GPU, 1, ["CompiledStep"]),
-        ({"compile": False}, 1_000_000, GPU, 1, ["CapturedStep"]),
         ({"compile": False, "graph": False}, 1_000_000, GPU, 1, []),
         ({"graph": True}, 1, GPU, 1, ["CapturedStep"]),
-        ({"graph": False}, 1_000_000, CPU, 1, []),
     ],
 )
 def test_device_processes_and_length_decide_what_is_not_given(options, steps, device, world_size, expected):
@@ -85,22 +79,6 @@ def test_graphs_need_one_process_with_a_gpu():
     for device, world_size in ((CPU, 1), (GPU, 2)):
         with pytest.raises(InputError, match=r"speed.graph is True"):
             require_possible(SpeedConfig(graph=True), Ranks(0, world_size, world_size, device))
-
-
-def test_a_graph_that_this_machine_cannot_capture_is_refused_before_a_run_directory_is_made(capsys, tmp_path):
-    out = tmp_path / "run"
-    with pytest.raises(SystemExit) as ended:
-        main(["pretrain", "demo", "--speed.device", "cpu", "--out", str(out), "--speed.graph", "True"])
-    assert ended.value.code == 2
-    assert "speed.graph is True" in capsys.readouterr().err
-    assert not out.exists()
-
-
-def test_recomputing_steps_are_plain_steps():
-    plain, step = make_step(), make_step()
-    recomputing = accelerate(step, SpeedConfig("cpu", recompute=True), 3, silent, silent)
-    assert take(recomputing, range(3)) == take(plain, range(3))
-    assert_same_state(state_of(step), state_of(plain))
 
 
 class CompilerFailure(Exception):
@@ -131,7 +109,7 @@ def break_compiler(monkeypatch, failing_call, error, in_backward=False):
     return calls
 
 
-@pytest.mark.parametrize(("failing_call", "in_backward"), [(1, False), (2, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("failing_call", "in_backward"), [(1, False), (2, True)])
 def test_a_model_that_cannot_be_compiled_trains_as_it_would_have_without(monkeypatch, failing_call, in_backward):
     plain = make_step()
     expected = take(plain, range(3))
@@ -153,8 +131,6 @@ def test_a_model_that_cannot_be_compiled_trains_as_it_would_have_without(monkeyp
     ("failing_call", "error"),
     [
         (1, torch.OutOfMemoryError("out of memory")),
-        (1, InputError("These images do not fit.")),
-        (1, KeyboardInterrupt()),
         # A model that was compiled once does not fail for want of a compiler.
         (3, CompilerFailure("later")),
     ],

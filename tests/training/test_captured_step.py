@@ -12,9 +12,8 @@ from stepping import (
     take,
     values_of,
 )
-from tiny_run import CPU, tiny_config, write_images
+from tiny_run import tiny_config, write_images
 
-from stop_mim.data.lookahead import prefetched
 from stop_mim.masking import Masks, MultiBlockMasks
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.checkpoint import collect_tensors
@@ -23,31 +22,11 @@ from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.step import read_outcomes
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GPU = torch.device("cuda")
 
 
 def silent(text):
     raise AssertionError(text)
-
-
-def test_on_the_cpu_batches_pass_as_they_are():
-    batches = [make_batches(number) for number in range(3)]
-    passed = list(prefetched(iter(batches), CPU))
-    assert all(one is other for one, other in zip(passed, batches, strict=True))
-
-
-def test_on_the_cpu_no_batch_is_made_before_it_is_wanted():
-    made = []
-
-    def make():
-        for number in range(3):
-            made.append(number)
-            yield make_batches(number)
-
-    inputs = prefetched(make(), CPU)
-    next(inputs)
-    assert made == [0]
 
 
 def on_gpu(step, speed=None):
@@ -82,7 +61,7 @@ def both_ways(numbers, precision="auto", prepare=lambda step: None, **options):
     return ends
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
 @pytest.mark.parametrize(
     "options",
@@ -109,7 +88,7 @@ def test_captured_steps_are_plain_steps(precision, options):
     assert {tensor.item() for name, tensor in end.items() if ".step." in name} == {10.0}
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_captured_step_that_is_not_finite_changes_no_bit():
     step = gpu_step()
     accelerated = on_gpu(step)
@@ -125,7 +104,7 @@ def test_a_captured_step_that_is_not_finite_changes_no_bit():
     assert len(changed) > 50
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_schedules_move_under_a_capture():
     step = gpu_step(positions=PositionsConfig(sigma=0.0))
     accelerated = on_gpu(step)
@@ -157,7 +136,7 @@ def test_schedules_move_under_a_capture():
         torch.testing.assert_close(theirs, ours)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_noise_follows_seed_and_sigma_under_a_capture():
     step = gpu_step()
     accelerated = on_gpu(step)
@@ -179,7 +158,7 @@ def test_noise_follows_seed_and_sigma_under_a_capture():
     assert spread[0.0] == 0 < spread[0.01] < spread[25.0]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mae", "data2vec"])
 def test_other_objectives_can_be_captured(tmp_path, kind):
     objective = ObjectiveConfig(kind, target_layers=2 if kind == "data2vec" else 1)
@@ -194,7 +173,7 @@ def test_other_objectives_can_be_captured(tmp_path, kind):
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
@@ -212,7 +191,7 @@ def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
     assert losses["plain"] == pytest.approx(losses["whole"], rel=1e-3)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_batches_of_changing_shapes_are_trained_on_plainly():
     def batches(number):
         sampler = MultiBlockMasks(4, context_tokens=3 if number < 5 else 2)
@@ -225,7 +204,7 @@ def test_batches_of_changing_shapes_are_trained_on_plainly():
     assert "the shapes of its batches change" in warned[0]
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_step_that_cannot_be_captured_is_taken_plainly():
     step, warned = gpu_step(), []
 
@@ -238,27 +217,3 @@ def test_a_step_that_cannot_be_captured_is_taken_plainly():
     assert all(outcome.updated for outcome in take(accelerated, range(6), gpu_batches))
     assert len(warned) == 1
     assert "could not be captured as a CUDA graph (this model waits for the device)" in warned[0]
-
-
-@needs_gpu
-def test_batches_made_beside_the_step_are_the_same():
-    def make():
-        generator = torch.Generator(GPU).manual_seed(0)
-        for number in range(12):
-            images = torch.randn(32, 3, 224, 224, device=GPU, generator=generator)
-            yield [(images * (number + 1), make_batches(number, 1)[0][1])]
-
-    def consume(batches):
-        sums = []
-        for ((images, masks),) in batches:
-            # Work that is still running when the next batch is made, and memory that is freed and asked for again.
-            busy = images.flatten(1) @ images.flatten(1).T
-            for _ in range(20):
-                busy = busy @ busy / busy.norm()
-            sums.append((images.double().sum() + 0 * busy.sum(), masks.context.sum()))
-            del images, busy
-        return [(one.item(), other.item()) for one, other in sums]
-
-    expected = consume(make())
-    assert len({one for one, _ in expected}) == 12
-    assert consume(prefetched(map(on_device, make()), GPU)) == expected

@@ -13,7 +13,7 @@ import stop_mim
 from stop_mim.training.run_folder import read_metrics
 
 TOTAL = 21
-GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(scope="module", params=["cpu", GPU])

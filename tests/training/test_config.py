@@ -14,7 +14,7 @@ from stop_mim.training.config import OptimConfig, TrainConfig, from_json, to_jso
 from stop_mim.training.recipes import RECIPES
 
 
-@pytest.mark.parametrize("name", ["demo", "stop-vith14", "stop-vitb16-release", "data2vec-vitb16", "mae-vitb16"])
+@pytest.mark.parametrize("name", ["stop-vith14", "stop-vitb16-release", "data2vec-vitb16"])
 def test_json_gives_back_every_field_with_its_type(name):
     config = dataclasses.replace(RECIPES[name](), out="runs/a", seed=3, stop_after_steps=9)
     again = from_json(to_json(config))
@@ -56,24 +56,17 @@ def test_every_field_has_a_docstring():
 @pytest.mark.parametrize(
     ("group", "field", "value"),
     [
-        ("optim", "epochs", 0),
         ("optim", "lr", math.inf),
-        ("optim", "start_lr", -1.0),
         ("optim", "final_lr", math.nan),
         ("optim", "warmup_epochs", 301.0),
-        ("optim", "hold_after_epoch", -1.0),
         ("optim", "betas", (0.9, 1.0)),
         ("optim", "clip_gradient_norm", 0.0),
         ("optim", "ema_final", 1.1),
         ("speed", "precision", "fp16"),
         ("speed", "batch_size_per_device", 0),
-        ("speed", "loader", "fast"),
-        ("speed", "workers", -1),
-        ("log", "every_steps", 0),
         ("probe", "batch_size", 1),
         ("probe", "neighbours", 5000),
         ("checkpoint", "keep", 0),
-        ("checkpoint", "milestone_every_epochs", 0),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_of_its_field(group, field, value):

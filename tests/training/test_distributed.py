@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, tiny_objective, write_colours, write_images
+from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_colours, write_images
 
 import stop_mim
 from stop_mim.errors import InputError
-from stop_mim.masking import MultiBlockMasks
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig, to_json
-from stop_mim.training.distributed import any_rank, broadcast, choose_device, process_group, reduce_mean, share
+from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import read_metrics
 
 TOTAL, MID_EPOCH = 36, 17
@@ -23,7 +22,6 @@ SILENT = {
     "nowhere": PositionsConfig(apply_to="none", covariance="untied"),
     "zero": PositionsConfig(sigma=0.0, covariance="diagonal"),
     "at first": PositionsConfig(sigma_start=0.0, covariance="low_rank(2)"),
-    "in the context": PositionsConfig(sigma_start=0.0, apply_to="context", covariance="untied"),
 }
 SILENT_STEPS = 3
 
@@ -69,7 +67,7 @@ def remember(parts, folder, display):
     seen["probes"] = any(getattr(callback, "probe", None) is not None for callback in parts.trainer.callbacks)
     return result
 
-def open_batches(self, *arguments):
+def open_images(self, *arguments):
     batches = real_open(self, *arguments)
     order = batches.order
     indices = [order.indices(batch) for batch in range(order.batches_per_epoch)]
@@ -79,7 +77,7 @@ def open_batches(self, *arguments):
 real_forward, IJEPA.forward = IJEPA.forward, forward
 real_step, TrainingStep.__call__ = TrainingStep.__call__, step
 real_run, pretrain.run = pretrain.run, remember
-real_open, StepInputs.open_batches = StepInputs.open_batches, open_batches
+real_open, StepInputs.open_images = StepInputs.open_images, open_images
 quiet = Console(file=io.StringIO())
 
 with distributed.process_group("cpu") as ranks:
@@ -135,7 +133,7 @@ def test_each_process_knows_its_rank_and_values_are_shared(run):
         assert one["broadcast"] == "from 0"
 
 
-def test_each_process_has_its_own_part_of_the_images(run):
+def test_each_process_has_its_own_images_masks_and_noise(run):
     _, seen = run
     parts = [set(one["indices"].tolist()) for one in seen]
     assert [one["n_images"] for one in seen] == [100, 100]
@@ -145,10 +143,6 @@ def test_each_process_has_its_own_part_of_the_images(run):
     for ours, theirs in zip(seen[0]["images"], seen[1]["images"], strict=True):
         assert ours.shape == theirs.shape == (2, 3, 32, 32)
         assert not torch.equal(ours, theirs)
-
-
-def test_each_process_has_its_own_masks_and_noise(run):
-    _, seen = run
     equal = [torch.equal(*pair) for pair in zip(seen[0]["masks"], seen[1]["masks"], strict=True)]
     assert sum(equal) < 0.05 * len(equal)
     # The noise of a step is a function of its seed.
@@ -213,55 +207,14 @@ def test_an_A_that_gets_no_noise_keeps_no_process_waiting(run, case):
         assert (saved.tensors[f"optimiser.exp_avg.{own}"].abs().sum() > 0) == (case != "zero")
 
 
-@pytest.mark.parametrize("case", SILENT)
-def test_what_learns_has_a_gradient_whether_there_is_noise_or_not(case):
-    objective = tiny_objective(positions=SILENT[case])
-    positions = objective.predictor.positions
-    indices = torch.arange(16)[None]
-    assert positions.sigma == 0 or case == "nowhere"
-    for tokens in ("masked", "context"):
-        mean = positions.base(indices)
-        assert torch.equal(positions(indices, tokens=tokens).view(torch.int32), mean.view(torch.int32))
-    generator = torch.Generator().manual_seed(0)
-    images, masks = torch.randn(2, 3, 32, 32, generator=generator), MultiBlockMasks(4).sample(2, generator=generator)
-    objective(images, masks).backward()
-    learned = {name: parameter for name, parameter in objective.named_parameters() if parameter.requires_grad}
-    assert all(parameter.grad is not None for parameter in learned.values())
-    own = [parameter for name, parameter in learned.items() if "covariance" in name]
-    assert len(own) == (case != "nowhere")
-    assert all(not parameter.grad.any() for parameter in own)
-
-
-def test_a_process_alone_needs_no_group(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with process_group("cpu") as ranks:
-        assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
-        assert not torch.distributed.is_initialized()
-        assert any_rank(True, ranks)
-        assert not any_rank(False, ranks)
-        assert broadcast("a", ranks) == "a"
-        assert reduce_mean(torch.tensor(3.0), ranks) == 3
-        model = torch.nn.Linear(2, 2)
-        assert share(model, ranks) is model
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "cpu cuda", "mps", "meta", "cuda:200", "cuda:256", "cuda:999"])
+@pytest.mark.parametrize("name", ["gpu", "", "meta", "cuda:200", "cuda:256"])
 def test_a_device_that_is_not_there_is_refused_by_name(name):
     with pytest.raises(InputError, match=f"speed.device is '{name}'"):
         choose_device(name)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused():
-    assert choose_device("auto") == torch.device("cpu")
-    with pytest.raises(InputError, match="has 0 GPUs; use cpu or auto"):
-        choose_device("cuda")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_with_a_gpu_auto_is_the_one_of_the_process():
-    assert choose_device("auto") == torch.device("cuda", 0)
-    assert choose_device("cuda:0") == torch.device("cuda", 0)
+def test_auto_is_the_gpu_of_the_process_or_the_cpu():
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(InputError, match="GPUs"):
         choose_device("cuda", local_rank=torch.cuda.device_count())

@@ -46,7 +46,7 @@ def test_effective_rank_is_the_exponential_of_the_entropy_of_the_singular_values
     assert effective_rank(torch.zeros(4, 3)) == pytest.approx(1, abs=0.01)
     assert math.isnan(effective_rank(torch.tensor([[1.0, math.inf]])))
     generator = torch.Generator().manual_seed(0)
-    for rows, columns, rank in ((200, 48, 48), (48, 200, 48), (300, 40, 3), (40, 300, 7), (100, 100, 1)):
+    for rows, columns, rank in ((200, 48, 48), (40, 300, 7)):
         left, right = torch.randn(rows, rank, generator=generator), torch.randn(rank, columns, generator=generator)
         features = (left @ right) * torch.logspace(0, -2, columns)
         singular = torch.linalg.svdvals(features.double())
@@ -56,16 +56,13 @@ def test_effective_rank_is_the_exponential_of_the_entropy_of_the_singular_values
         assert effective_rank(features) <= 1.01 * rank
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES)
 @pytest.mark.parametrize(
-    "positions",
+    ("kind", "positions"),
     [
-        PositionsConfig(sigma=0.25),
-        PositionsConfig(sigma=0.25, convention="release"),
-        PositionsConfig(sigma=0.5, covariance="diagonal"),
-        PositionsConfig(sigma=0.5, covariance="low_rank(3)"),
+        ("ijepa", PositionsConfig(sigma=0.25)),
+        ("mae", PositionsConfig(sigma=0.25, convention="release")),
+        ("data2vec", PositionsConfig(sigma=0.5, covariance="low_rank(3)")),
     ],
-    ids=lambda positions: f"{positions.covariance}-{positions.convention}",
 )
 def test_signs_are_those_of_weights_features_and_samples(images, kind, positions):
     objective = tiny_objective(positions=positions, **OBJECTIVES[kind])

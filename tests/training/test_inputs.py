@@ -8,28 +8,24 @@ import pytest
 import torch
 from tiny_run import CPU, tiny_config
 
-from stop_mim.data.bad_images import BadImages
-from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.training.callbacks.progress import ProgressDisplay
-from stop_mim.training.config import MaskConfig, SpeedConfig
+from stop_mim.training.config import MaskConfig, SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, workers_for
+from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, split_batch, workers_for
 
 
 def open_inputs(rank, processes):
     """The inputs of one of some processes, with their batches."""
     config = tiny_config()
     config = replace(config, optim=replace(config.optim, batch_size=8 * processes))
-    inputs, source = StepInputs(config, Ranks(rank, processes, processes, CPU)), open_source(config.data)
-    return inputs, inputs.open_batches(source, BadImages(source.name, len(source)), ProgressDisplay(shown=False))
+    inputs = StepInputs(config, Ranks(rank, processes, processes, CPU))
+    return inputs, inputs.open_images()
 
 
 def batches_of_steps(first, last, rank=0, processes=1):
     """Each tensor that the steps are given, batch by batch."""
     inputs, batches = open_inputs(rank, processes)
-    images = batches.starting_at(first * inputs.batches_per_step)
-    steps = list(islice(inputs.with_masks(images, first), last - first))
+    steps = list(islice(inputs.starting_at(batches, first), last - first))
     assert [len(step) for step in steps] == [2] * (last - first)
     return [(images, masks.context, masks.targets) for step in steps for images, masks in step]
 
@@ -42,7 +38,6 @@ def test_a_graph_of_masks_that_change_their_size_is_refused():
     config = replace(tiny_config(), masks=MaskConfig(compat="release"), speed=SpeedConfig(graph=True))
     with pytest.raises(InputError, match=r"speed\.graph is True and masks\.compat release"):
         StepInputs(config, Ranks(0, 1, 1, torch.device("cuda")))
-    assert StepInputs(replace(config, masks=MaskConfig()), Ranks(0, 1, 1, torch.device("cuda"))).masks.has_fixed_counts
 
 
 def test_any_step_can_be_the_first():
@@ -56,15 +51,21 @@ def test_no_two_batches_are_alike_and_none_of_another_process():
         assert not any(any(are_equal(batch, other)) for other in mine[number + 1 :] + others)
 
 
-def test_an_image_is_seen_by_one_process_alone():
-    orders = [open_inputs(rank, 2)[1].order for rank in range(2)]
-    seen = torch.cat([order.indices(batch) for order in orders for batch in range(order.batches_per_epoch)])
-    assert len(seen) == len(seen.unique()) == 48
-
-
 @pytest.mark.parametrize(("cores", "processes", "expected"), [(4, 1, 4), (4, 2, 2), (2, 4, 1), (64, 1, None)])
 def test_processes_of_a_host_share_its_cores_unless_workers_are_given(monkeypatch, cores, processes, expected):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     ranks = Ranks(0, processes, processes, CPU)
     assert workers_for(SpeedConfig(), ranks) == (expected or MAX_DEFAULT_WORKERS)
     assert workers_for(SpeedConfig(workers=0), ranks) == 0
+
+
+def test_batches_are_split_over_devices_and_accumulated():
+    def split(batch_size, per_device, world_size):
+        config = TrainConfig(speed=SpeedConfig(batch_size_per_device=per_device))
+        config = replace(config, optim=replace(config.optim, batch_size=batch_size))
+        return split_batch(config, Ranks(0, world_size, world_size, CPU))
+
+    assert [split(*case) for case in ((64, None, 1), (64, None, 4), (64, 8, 4))] == [(64, 1), (16, 1), (8, 2)]
+    for refused in ((64, 8, 3), (64, 128, 1), (2, None, 4)):
+        with pytest.raises(InputError, match=f"optim.batch_size is {refused[0]}"):
+            split(*refused)

@@ -9,7 +9,6 @@ from quiet_run import go_on, quietly, run
 from tiny_run import checkpoint_at, tiny_config
 
 from stop_mim.errors import TrainingDiverged
-from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import CheckpointConfig
@@ -52,29 +51,10 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, monkeypatch)
     assert after.state["not_finite"] == 1
 
 
-def test_five_in_a_row_end_the_run_and_leave_nothing_of_it_behind(tmp_path, monkeypatch):
-    make_not_finite(monkeypatch, range(5, 30))
-    with pytest.raises(TrainingDiverged, match=r"5 steps in a row, up to step 9.*optim\.lr"):
-        run(tiny_config(out=tmp_path / "run", checkpoint=CheckpointConfig(1, keep=30)))
-    assert list(checkpoints_in(tmp_path / "run" / "checkpoints")) == list(range(1, 9))
-    assert_no_checkpoint_has_a_nan(tmp_path / "run")
-    good, last = checkpoint_at(tmp_path / "run", 4), checkpoint_at(tmp_path / "run", 8)
-    assert all(torch.equal(tensor, last.tensors[name]) for name, tensor in good.tensors.items())
-    for path in (tmp_path / "run").rglob("*.safetensors"):
-        assert path.stat().st_size > 0
-    assert torch.isfinite(load_encoder(tmp_path / "run")(torch.randn(1, 3, 32, 32))).all()
-
-
-def test_four_in_a_row_do_not_end_the_run(tmp_path, monkeypatch):
-    make_not_finite(monkeypatch, {1, 2, 3, 4, 6, 7, 8, 9})
-    assert run(tiny_config(out=tmp_path / "run")).finished
-    assert read_metrics(tmp_path / "run")[-1]["not_finite"] == 8
-
-
 def test_the_row_is_counted_over_a_resume(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         make_not_finite(patch, {2, 3, 4, 5})
         run(tiny_config(out=tmp_path / "run", stop_after_steps=5))
     make_not_finite(monkeypatch, {1})
-    with pytest.raises(TrainingDiverged, match="up to step 6"):
+    with pytest.raises(TrainingDiverged, match=r"5 steps in a row, up to step 6.*optim\.lr"):
         go_on(tmp_path / "run")

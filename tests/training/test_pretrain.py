@@ -9,24 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, quietly, run
-from tiny_run import CPU, assert_same_checkpoint, checkpoint_at, tiny_config, write_images
+from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
-from stop_mim.training import pretrain
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import (
     CheckpointConfig,
-    EncoderConfig,
     MaskConfig,
     ObjectiveConfig,
     PositionsConfig,
     PredictorConfig,
     SpeedConfig,
-    TrainConfig,
 )
-from stop_mim.training.distributed import Ranks
-from stop_mim.training.inputs import split_batch
 from stop_mim.training.pretrain import train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 from stop_mim.training.step import TrainingStep
@@ -37,10 +32,8 @@ DATA2VEC = {
     "masks": MaskConfig("blockwise", mask_ratio=0.6),
 }
 OBJECTIVES = {
-    "mae": MAE | {"positions": PositionsConfig(kind="sincos")},
     "stop-mae": MAE | {"positions": MOVING},
     "data2vec": DATA2VEC | {"positions": PositionsConfig(kind="sincos")},
-    "stop-data2vec": DATA2VEC | {"positions": MOVING},
     "ijepa from two layers": {"objective": ObjectiveConfig(target_layers=2, beta=0.5)},
 }
 
@@ -70,28 +63,6 @@ def test_a_run_that_recomputes_activations_learns_the_same_to_the_bit(tmp_path):
     run(replace(config, out=str(tmp_path / "recomputed"), speed=replace(config.speed, recompute=True)))
     assert_same_checkpoint(checkpoint_at(tmp_path / "plain", TOTAL), checkpoint_at(tmp_path / "recomputed", TOTAL))
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "recomputed")
-
-
-def test_weights_move_and_depend_on_the_seed(tmp_path):
-    run(tiny_config(out=tmp_path / "a"))
-    run(tiny_config(out=tmp_path / "b", seed=1))
-    run(tiny_config(out=tmp_path / "c", stop_after_steps=1))
-    name = "model.encoder.vit.blocks.0.attn.qkv.weight"
-    ends = [checkpoint_at(tmp_path / out, step).tensors[name] for out, step in (("a", 21), ("b", 21), ("c", 1))]
-    assert all(not torch.allclose(one, other, atol=1e-3) for one, other in itertools.combinations(ends, 2))
-
-
-@pytest.mark.parametrize("compat", [None, "release"])
-def test_masks_that_change_their_size_are_not_compiled_as_fixed_ones(tmp_path, monkeypatch, compat):
-    def accelerated(step, speed, steps, say, warn, fixed_shapes):
-        found.append(fixed_shapes)
-        return step
-
-    found = []
-    monkeypatch.setattr(pretrain, "accelerate", accelerated)
-    encoder = EncoderConfig("tiny", image_size=(32, 32), patch_size=4, width=24, depth=2, heads=2)
-    run(tiny_config(out=tmp_path / "run", stop_after_steps=1, encoder=encoder, masks=MaskConfig(compat=compat)))
-    assert found == [compat is None]
 
 
 def test_checkpoints_are_pruned_except_milestones_which_need_not_be_regular_ones(tmp_path):
@@ -161,15 +132,3 @@ def test_bad_input_is_refused_before_the_data_are_read_and_the_directory_is_made
     refused(r"speed\.graph is True", speed=SpeedConfig("cpu", graph=True))
     refused("data is not given", data="")
     refused("no larger than the data", data="scenes:count=4,size=32")
-
-
-def test_batches_are_split_over_devices_and_accumulated():
-    def split(batch_size, per_device, world_size):
-        config = TrainConfig(speed=SpeedConfig(batch_size_per_device=per_device))
-        config = replace(config, optim=replace(config.optim, batch_size=batch_size))
-        return split_batch(config, Ranks(0, world_size, world_size, CPU))
-
-    assert [split(*case) for case in ((64, None, 1), (64, None, 4), (64, 8, 4))] == [(64, 1), (16, 1), (8, 2)]
-    for refused in ((64, 8, 3), (64, 128, 1), (2, None, 4)):
-        with pytest.raises(InputError, match=f"optim.batch_size is {refused[0]}"):
-            split(*refused)

@@ -1,6 +1,5 @@
 """A run that goes on: bit for bit as if it had never stopped, or refused, but never restarted in silence."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_i
 from stop_mim.errors import InputError
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
-from stop_mim.training.config import CheckpointConfig, MaskConfig, PositionsConfig, SpeedConfig
+from stop_mim.training.config import SpeedConfig
 from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
@@ -30,13 +29,16 @@ def equal_images(tmp_path_factory):
     return write_images(tmp_path_factory.mktemp("equal") / "images")
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The directory of a run that was never stopped."""
+    return run(tiny_config(out=tmp_path_factory.mktemp("finished") / "run")).folder
+
+
 CASES = {
     "resident": {},
-    "resident squashed": {"data": "mixed_images", "speed": SpeedConfig("cpu", "fp32", 4, "resident", 0)},
-    "streaming": {"data": "mixed_images"},
-    "learned positions": {"positions": PositionsConfig(kind="learned")},
+    "resident, of several sizes": {"data": "mixed_images", "speed": SpeedConfig("cpu", "fp32", 4, "resident", 0)},
     "release": {"positions": replace(MOVING, convention="release", apply_to="both", covariance="low_rank(2)")},
-    "random masks": {"masks": MaskConfig(kind="random")},
     "bf16": {"speed": SpeedConfig("cpu", "bf16", 4)},
 }
 
@@ -68,13 +70,12 @@ def test_several_stops_and_other_numbers_of_workers_change_nothing(tmp_path, mix
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
 
 
-def test_a_run_goes_on_from_its_start_if_it_has_no_checkpoint(tmp_path):
-    run(tiny_config(out=tmp_path / "whole"))
+def test_a_run_goes_on_from_its_start_if_it_has_no_checkpoint(tmp_path, finished):
     RunFolder(tmp_path / "empty").create(tiny_config(out=tmp_path / "empty"), "tiny")
     RunFolder(tmp_path / "empty").record(1, {"loss": 7.0})
     go_on(tmp_path / "empty")
-    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "empty", TOTAL))
-    assert comparable(tmp_path / "empty") == comparable(tmp_path / "whole")
+    assert_same_checkpoint(checkpoint_at(finished, TOTAL), checkpoint_at(tmp_path / "empty", TOTAL))
+    assert comparable(tmp_path / "empty") == comparable(finished)
 
 
 def test_a_run_never_goes_on_from_new_weights_if_it_was_given_some(tmp_path, monkeypatch):
@@ -89,12 +90,11 @@ def test_a_run_never_goes_on_from_new_weights_if_it_was_given_some(tmp_path, mon
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_run_that_cannot_be_saved_says_so_and_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_saved_says_so_and_goes_on_from_its_last_checkpoint(tmp_path, finished, monkeypatch):
     def full(tensors, path, metadata):
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    run(tiny_config(out=tmp_path / "whole"))
     run(tiny_config(out=tmp_path / "run", stop_after_steps=6))
     with monkeypatch.context() as patch:
         patch.setattr("stop_mim.training.checkpoint.save_file", full)
@@ -103,7 +103,7 @@ def test_a_run_that_cannot_be_saved_says_so_and_goes_on_from_its_last_checkpoint
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000004.safetensors", "step-00000006.safetensors"]
     quietly(resume, tmp_path / "run")
-    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
+    assert_same_checkpoint(checkpoint_at(finished, TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
 
 
 def test_a_finished_run_is_left_as_it_is_but_for_a_missing_or_stale_encoder(tmp_path):
@@ -165,29 +165,16 @@ def test_a_damaged_newest_checkpoint_is_never_passed_over_in_silence(tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_an_older_checkpoint_can_be_named_and_the_damaged_one_is_out_of_the_way(tmp_path, keep):
-    run(tiny_config(out=tmp_path / "whole"))
-    config = tiny_config(out=tmp_path / "run", checkpoint=CheckpointConfig(4, keep=2), stop_after_steps=MID_EPOCH)
-    run(config)
+def test_an_older_checkpoint_can_be_named_and_the_damaged_one_is_out_of_the_way(tmp_path, finished):
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
     steps = checkpoints_in(tmp_path / "run" / "checkpoints")
     assert list(steps) == [8, 10]
     damage(steps[10])
-    text = json.loads((tmp_path / "run" / "config.json").read_text())
-    text["checkpoint"]["keep"] = keep
-    (tmp_path / "run" / "config.json").write_text(json.dumps(text))
     # Were the damaged one still there, it would be the newest, and the new one of step 9 would be pruned for it.
     go_on(tmp_path / "run", checkpoint=steps[8], stop_after_steps=9)
     assert max(checkpoints_in(tmp_path / "run" / "checkpoints")) == 9
     go_on(tmp_path / "run")
-    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    run(tiny_config(out=tmp_path / "a", stop_after_steps=4))
-    run(tiny_config(out=tmp_path / "b", stop_after_steps=4, positions=PositionsConfig(kind="learned")))
-    with pytest.raises(InputError, match="does not fit this run"):
-        go_on(tmp_path / "a", checkpoint=RunFolder(tmp_path / "b").newest_checkpoint())
+    assert_same_checkpoint(checkpoint_at(finished, TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
 
 
 def test_changed_data_are_refused(tmp_path):
@@ -212,7 +199,7 @@ def test_another_batch_size_per_device_is_told(tmp_path):
 def test_a_run_whose_memory_became_scarce_has_the_images_where_they_were(tmp_path, equal_images, monkeypatch):
     run(tiny_config(equal_images, tmp_path / "whole"))
     run(tiny_config(equal_images, tmp_path / "stopped", stop_after_steps=MID_EPOCH))
-    monkeypatch.setattr("stop_mim.data.loader.resident_budget", lambda device, processes_on_host=1: 0)
+    monkeypatch.setattr("stop_mim.data.batches.resident_budget", lambda device, processes_on_host=1: 0)
     go_on(tmp_path / "stopped")
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "stopped", TOTAL))
 
@@ -248,7 +235,7 @@ def test_a_run_cannot_stop_before_where_it_is(tmp_path):
     assert go_on(tmp_path / "run", stop_after_steps=4).step == 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_a_run_on_a_gpu_goes_on_where_it_stopped(tmp_path, equal_images, loader):
     speed = SpeedConfig("cuda", "auto", 4, loader, 2)

@@ -44,8 +44,9 @@ def test_a_folder_with_anything_else_is_refused(folder):
     (folder.path / "thesis.tex").write_text("")
     with pytest.raises(InputError, match="not an empty directory"):
         folder.require_new()
-    with pytest.raises(InputError, match="not an empty directory"):
-        RunFolder(folder.path / "thesis.tex").require_new()
+    for never in ("thesis.tex", "thesis.tex/run"):
+        with pytest.raises(InputError, match="choose another --out"):
+            RunFolder(folder.path / never).require_new()
     assert (folder.path / "thesis.tex").exists()
 
 
@@ -58,21 +59,12 @@ def test_the_lists_of_bad_images_of_a_run_that_never_began_do_not_count(folder):
     assert list(folder.path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"optim": [1]}', '{"optim": 3}', '{"optim": {"lr": "fast"}}', '{"optim": {"rate": 1}}', ""]
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"optim": 3}', '{"optim": {"lr": "fast"}}', '{"optim": {"rate": 1}}'])
 def test_a_configuration_that_cannot_be_read_is_an_input_error(folder, text):
     folder.create(tiny_config(), "tiny")
     folder.config_file.write_text(text)
     with pytest.raises(InputError):
         folder.config()
-
-
-def test_a_place_that_cannot_hold_a_directory_is_refused(folder):
-    folder.path.write_text("")
-    for never in (folder.path / "run", folder.path / "deep" / "run"):
-        with pytest.raises(InputError, match="choose another --out"):
-            RunFolder(never).require_new()
 
 
 def test_records_that_cannot_be_read_are_an_input_error(folder):
@@ -84,7 +76,7 @@ def test_records_that_cannot_be_read_are_an_input_error(folder):
     assert folder.environment_file.read_text() == ""
 
 
-@pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', "{", '{"loss": 3}\n', "4\n", "\0\0\0\0"])
+@pytest.mark.parametrize("torn", ["", '{"step": 9, "lo', "4\n", "\0\0\0\0"])
 def test_a_resumed_run_forgets_what_was_measured_after_its_checkpoint(folder, torn):
     folder.create(tiny_config(), "tiny")
     for step in range(1, 9):
@@ -99,12 +91,11 @@ def test_a_resumed_run_forgets_what_was_measured_after_its_checkpoint(folder, to
     assert len(read_metrics(folder.path)) == 7
 
 
-def test_later_checkpoints_are_set_aside_and_half_ones_removed(folder):
+def test_later_checkpoints_are_set_aside(folder):
     folder.create(tiny_config(), "tiny")
     folder.checkpoints.mkdir()
     for step in (4, 8, 12):
         checkpoint_path(folder.checkpoints, step).write_text(str(step))
-    (folder.checkpoints / ".step-00000016.safetensors.abc").write_text("half")
     folder.forget_after(8)
     assert list(checkpoints_in(folder.checkpoints)) == [4, 8]
     assert folder.newest_checkpoint() == checkpoint_path(folder.checkpoints, 8)
@@ -112,7 +103,6 @@ def test_later_checkpoints_are_set_aside_and_half_ones_removed(folder):
     assert {file.name: file.read_text() for file in folder.checkpoints.iterdir() if "12" in file.name} == {
         "step-00000012.safetensors.superseded": "12"
     }
-    assert not list(folder.checkpoints.glob(".*"))
 
 
 def test_every_session_is_recorded_with_its_versions(folder):
@@ -127,17 +117,10 @@ def test_every_session_is_recorded_with_its_versions(folder):
     assert folder.recipe() == "tiny"
 
 
-def test_the_log_has_a_line_an_event(folder):
-    folder.create(tiny_config(), "tiny")
-    folder.log("Saved step 4.")
-    folder.log("Saved step 8.")
-    assert [line[20:] for line in folder.log_file.read_text().splitlines()] == ["Saved step 4.", "Saved step 8."]
-
-
 def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
     run(tiny_config(out=tmp_path / "run", stop_after_steps=2))
-    holder = "import sys; from stop_mim.files import held; from pathlib import Path\n"
-    holder += "with held(Path(sys.argv[1])) as is_ours:\n    print(is_ours, flush=True)\n    sys.stdin.read()"
+    holder = "import sys; from stop_mim.files import locked; from pathlib import Path\n"
+    holder += "with locked(Path(sys.argv[1])) as is_ours:\n    print(is_ours, flush=True)\n    sys.stdin.read()"
     command = [sys.executable, "-c", holder, str(tmp_path / "run" / LOCK_FILE)]
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -145,8 +128,12 @@ def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
         with pytest.raises(InputError, match="is being trained by another process"):
             quietly(resume, tmp_path / "run")
         assert {path: path.read_bytes() for path in before} == before
-        # Killed, it leaves the file behind, which then holds nobody up.
+        # Killed, it leaves the lock file behind, which then holds nobody up, and perhaps partial files.
         other.kill()
     assert (tmp_path / "run" / LOCK_FILE).exists()
+    partial = [tmp_path / "run" / name for name in (".encoder.safetensors.a1b2c3d4", ".status.json.a1b2c3d4")]
+    partial.append(tmp_path / "run" / "checkpoints" / ".step-00000003.safetensors.a1b2c3d4")
+    for file in partial:
+        file.write_text("half")
     assert quietly(resume, tmp_path / "run", stop_after_steps=3)[0].step == 3
-    assert not (tmp_path / "run" / LOCK_FILE).exists()
+    assert not any(file.exists() for file in [*partial, tmp_path / "run" / LOCK_FILE])

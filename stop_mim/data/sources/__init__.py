@@ -16,7 +16,7 @@ class SourceKind:
     help: ClassVar[str]
     """The names of this kind, such as "torchvision:NAME", for help and errors."""
     prefix: ClassVar[str] = ""
-    """Names of this kind begin with this; a kind that tells its names otherwise overrides `matches`."""
+    """What names of this kind begin with; a kind without a prefix overrides `matches`."""
     is_general: ClassVar[bool] = False
     """Whether more special kinds are tried first."""
 

@@ -1,7 +1,7 @@
 """Images in a folder: the sub-folders of the first level, if there are any, are the classes or the splits."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +23,11 @@ class FolderKind(SourceKind):
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        """Whether this kind opens the name; the empty name would be the current folder."""
+        # The empty name would be the current folder.
         return bool(name) and Path(name).expanduser().is_dir()
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open the folder, or the sub-folder of the split."""
         folder = Path(name).expanduser()
         class_names: tuple[str, ...] = ()
         names = sub_folders(folder)
@@ -68,11 +67,9 @@ class FileSource(ImageSource):
 
     # Without pathlib, which costs as much as reading a small file.
     def describe(self, index: int) -> str:
-        """The path of the file."""
         return os.path.join(self._root, os.fsdecode(bytes(self._paths[index])))
 
     def encoded(self, index: int) -> bytes:
-        """The bytes of the file; raises BadImage."""
         path = self.describe(index)
         try:
             with open(path, "rb", buffering=0) as file:
@@ -81,7 +78,6 @@ class FileSource(ImageSource):
             raise BadImage(path, error.strerror or str(error)) from error
 
     def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of the image, reading no more of the file than its header; raises BadImage."""
         self.check_index(index)
         path = self.describe(index)
         try:
@@ -91,11 +87,9 @@ class FileSource(ImageSource):
             raise BadImage(path, error.strerror or str(error)) from error
 
     def image_name(self, index: int) -> str:
-        """The path within the folder."""
         return os.fsdecode(bytes(self._paths[index])).replace(os.sep, "/")
 
     def fingerprint(self) -> str:
-        """Depends on the paths within the folder, the sizes and times of the files, and the labels."""
         labels = (part for key in sorted(self.labels) for part in (key, self.labels[key].tobytes()))
         return digest([*self._file_states(), *labels])
 
@@ -104,7 +98,7 @@ class FileSource(ImageSource):
             try:
                 state = os.stat(self.describe(index))
                 yield from (self.image_name(index), state.st_size, state.st_mtime_ns)
-            except FileNotFoundError:
+            except OSError:
                 yield from (self.image_name(index), -1, -1)
 
 
@@ -126,10 +120,17 @@ def _image_paths(folder: Path) -> Iterator[str]:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir():
+                if _holds(entry.is_dir):
                     visible.append((prefix + entry.name + os.sep, ancestors | {identity}))
-                elif entry.name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and entry.is_file():
+                elif entry.name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and _holds(entry.is_file):
                     yield prefix + entry.name
+
+
+def _holds(question: Callable[[], bool]) -> bool:
+    try:
+        return question()
+    except OSError:
+        return False  # A link to itself is neither a folder nor a file.
 
 
 def _classes(paths: list[str], folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray | None, tuple[str, ...]]:

@@ -19,7 +19,6 @@ class HubKind(SourceKind):
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Download the split, if need be."""
         return HubSource(name.removeprefix(cls.prefix), split)
 
 
@@ -41,11 +40,9 @@ class HubSource(TableSource):
         return len(self._dataset)
 
     def describe(self, index: int) -> str:
-        """The dataset, the split and the row."""
         return f"{self.name}[{self.split}]#{index}"
 
     def fingerprint(self) -> str:
-        """Depends on the name, the columns, the number of rows, and the sizes and revision of the downloaded files."""
         info = self._dataset.info
         downloads = sorted(str(item) for item in (info.download_checksums or {}).items())
         features = self._dataset.features.to_dict()

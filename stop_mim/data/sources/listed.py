@@ -1,7 +1,6 @@
 """Places205 and iNaturalist in the layouts of their publishers: image files with their classes in a list."""
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +11,10 @@ from stop_mim.data.image_source import ImageSource, class_labels
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.sources.folder import FileSource
 from stop_mim.data.splits import choose_split
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, first_line
 
 INATURALIST_YEARS = ("2018", "2017", "2019")
-"""The years whose archives hold training and validation images together; only the annotations tell which is which."""
+"""The years whose archives hold training and validation images together; only the annotations separate them."""
 
 # Where the archives of Places205 put the lists and the images, and where people move them to.
 _PLACES205_LISTS = ("trainvalsplit_places205", ".")
@@ -33,16 +32,15 @@ class Places205(SourceKind):
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        """Whether this kind opens the name."""
         return bool(name) and bool(_places205_lists(Path(name).expanduser()))
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open a split by its list."""
         folder = Path(name).expanduser()
         lists = _places205_lists(folder)
         list_path = lists[choose_split(split, lists, name)]
-        pairs = [_path_and_class(line, list_path) for line in _text_lines(list_path)]
+        lines = list_path.read_text("utf-8-sig", "backslashreplace").splitlines()
+        pairs = [_path_and_class(line.strip(), list_path) for line in lines if line.strip()]
         if not pairs:
             raise InputError(f"The list {list_path} is empty: give that of Places205, with a path and a class a line.")
         paths, classes = zip(*pairs, strict=True)
@@ -60,12 +58,10 @@ class INaturalist(SourceKind):
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        """Whether this kind opens the name."""
         return bool(name) and _inaturalist_year(Path(name).expanduser()) is not None
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open a split by its annotations."""
         folder = Path(name).expanduser()
         return open_inaturalist(folder, name, split, _inaturalist_year(folder) or "")
 
@@ -86,7 +82,7 @@ def open_inaturalist(folder: Path, name: str, split: str, year: str, images: Pat
     if not annotations:
         raise InputError(
             f"{name} has neither train{year}.json nor val{year}.json in {folder}: put the annotations of iNaturalist "
-            f"{year} there, since the archive of its images does not tell training and validation images apart."
+            f"{year} there, since the archive holds training and validation images together."
         )
     path = annotations[choose_split(split, annotations, name)]
     pairs, class_names = _read_annotations(path)
@@ -125,27 +121,14 @@ def _path_and_class(line: str, list_path: Path) -> tuple[str, int]:
     return _checked_paths([match[1]], list_path)[0], int(match[2])
 
 
-def _text_lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise InputError(f"The list {path} cannot be read ({error}): give a text file in UTF-8.") from error
-    return [line.strip() for line in lines if line.strip()]
-
-
 def _checked_paths(paths: Iterable[str], list_path: Path) -> list[str]:
     checked = [path.lstrip("/") for path in paths]
     for path in checked:
-        if not path or ".." in path.split("/") or not _is_file_name(path):
+        # Lone surrogates, which JSON may hold, are no file names.
+        valid = path and ".." not in path.split("/") and "\0" not in path and not re.search("[\ud800-\udfff]", path)
+        if not valid:
             raise InputError(f"{list_path} names the image {path[:60]!r}: give paths within the folder of images.")
     return checked
-
-
-def _is_file_name(path: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
 
 
 def _read_annotations(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
@@ -154,17 +137,15 @@ def _read_annotations(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...
         categories = {int(category["id"]): str(category["name"]) for category in content["categories"]}
         class_of = {note["image_id"]: int(note["category_id"]) for note in content["annotations"]}
         pairs = [(str(image["file_name"]), class_of[image["id"]]) for image in content["images"]]
+        if unknown := [label for _, label in pairs if label not in categories]:
+            raise KeyError(f"category {unknown[0]}")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(
             f"{path} cannot be read as annotations of iNaturalist ({reason}): download it again."
         ) from error
     if not pairs:
         raise InputError(f"{path} lists no images: give the annotations of iNaturalist, with a category for each.")
-    if unknown := [label for _, label in pairs if label not in categories]:
-        raise InputError(
-            f"{path} has images of the category {unknown[0]!r}, which it does not list: download it again."
-        )
     if sorted(categories) != list(range(len(categories))):
         raise InputError(f"The {len(categories)} categories of {path} are not numbered from 0: number them so.")
     return pairs, tuple(categories[label] for label in range(len(categories)))

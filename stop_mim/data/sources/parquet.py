@@ -8,6 +8,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ import pyarrow.parquet as pq
 
 from stop_mim.data.cache import cached_file
 from stop_mim.data.decode import BadImage
-from stop_mim.data.image_source import ImageSource, class_labels, digest
+from stop_mim.data.image_source import ImageSource, class_labels, digest, locate
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.splits import SPLIT_NAMES, choose_split
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, first_line
 
 MEMORY_LIMIT = 2 * 2**30
 """Sets of files below this many bytes are held in memory."""
@@ -31,6 +32,8 @@ MEMORY_LIMIT = 2 * 2**30
 _ROWS_A_BATCH = 256
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label", "labels")
+# Bytes of a file that its fingerprint depends on; the last sample lies in the footer.
+_SAMPLES, _BYTES_A_SAMPLE = 64, 4096
 
 
 @SOURCES.register("parquet")
@@ -41,12 +44,10 @@ class ParquetKind(SourceKind):
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        """Whether this kind opens the name."""
         return name.lower().endswith(".parquet") and bool(_paths(name))
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open the files, one after the other."""
         return ParquetSource(_paths(name), name)
 
 
@@ -64,6 +65,10 @@ class TableSource(ImageSource):
     def load_column(self) -> pa.ChunkedArray:
         """The column of images, from memory or a memory-mapped file."""
 
+    def locate_file(self, index: int, path: str) -> Path:
+        """The file that a row without bytes names; raises OSError if it must not be read."""
+        return Path(path)
+
     def open_cells(self) -> "ImageCells":
         """The cells of the column; opened before the workers fork, they share one copy of it."""
         if self._cells is None:
@@ -71,15 +76,18 @@ class TableSource(ImageSource):
         return self._cells
 
     def encoded(self, index: int) -> bytes:
-        """The bytes in the row, or those of the file that it names; raises BadImage."""
-        cells = self.open_cells()
         try:
-            return cells.read(index)
-        except OSError as error:
-            raise BadImage(self.describe(index), error.strerror or str(error)) from error
+            found, path = self.open_cells().read(index)
+            if found is not None:
+                return found
+            if path is None:
+                raise OSError("the row holds no image")
+            return self.locate_file(index, path).read_bytes()
+        # A path may also hold a null byte, be no UTF-8 or be a loop of links.
+        except (OSError, ValueError, RuntimeError) as error:
+            raise BadImage(self.describe(index), getattr(error, "strerror", None) or str(error)) from error
 
     def image_name(self, index: int) -> str:
-        """The path in the row, or its number where it has none."""
         return self.open_cells().path(index) or f"row-{index}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,33 +99,19 @@ class ImageCells:
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         self._ends = np.cumsum([len(chunk) for chunk in column.chunks])
-        self._bytes: list[pa.Array] = []
-        self._paths: list[pa.Array | None] = []
-        for chunk in column.chunks:
-            fields = _struct_fields(chunk)
-            self._bytes.append(fields.get("bytes"))
-            self._paths.append(fields.get("path"))
+        self._fields = [_struct_fields(chunk) for chunk in column.chunks]
 
-    def read(self, row: int) -> bytes:
-        """The bytes of the row's image."""
-        chunk, place = self._place(row)
-        encoded = self._bytes[chunk][place]
-        if encoded.is_valid:
-            return encoded.as_py()
-        path = self.path(row)
-        if path is None:
-            raise OSError("the row holds no image")
-        return Path(path).read_bytes()
+    def read(self, row: int) -> tuple[bytes | None, str | None]:
+        """The bytes of the row's image, and its path if there are none."""
+        chunk, place = locate(self._ends, row)
+        encoded = self._fields[chunk]["bytes"][place].as_py()
+        return encoded, self.path(row) if encoded is None else None
 
     def path(self, row: int) -> str | None:
         """The path in the row, where the column has one."""
-        chunk, place = self._place(row)
-        paths = self._paths[chunk]
+        chunk, place = locate(self._ends, row)
+        paths = self._fields[chunk].get("path")
         return None if paths is None else paths[place].as_py()
-
-    def _place(self, row: int) -> tuple[int, int]:
-        chunk = int(np.searchsorted(self._ends, row, side="right"))
-        return chunk, row - (int(self._ends[chunk - 1]) if chunk else 0)
 
 
 def image_column(schema: pa.Schema, name: str) -> str:
@@ -189,44 +183,54 @@ class ParquetSource(TableSource):
         if not self._ends[-1]:
             raise InputError(f"{name} has no rows: give parquet files with at least one image.")
         schema = footers[0][1]
-        self.column = image_column(schema, str(paths[0]))
+        self.column, labels = image_column(schema, str(paths[0])), label_column(schema)
         for path, (_, other) in zip(paths, footers, strict=True):
-            _check_same_column(path, other, paths[0], schema.field(self.column))
-        super().__init__(name, *_read_labels(paths, schema))
+            for column in filter(None, (self.column, labels)):
+                if column not in other.names or other.field(column).type != schema.field(column).type:
+                    raise InputError(
+                        f"{path} has no column '{column}' like that of {paths[0]}: give files of one layout."
+                    )
         self.paths = paths
+        super().__init__(name, *(({}, ()) if labels is None else read_classes(self._read(labels), schema)))
         self.open_cells()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def describe(self, index: int) -> str:
-        """The file and the row within it."""
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        return f"{self.paths[file]}#{index - (int(self._ends[file - 1]) if file else 0)}"
+        file, row = locate(self._ends, index)
+        return f"{self.paths[file]}#{row}"
+
+    def locate_file(self, index: int, path: str) -> Path:
+        folder = self.paths[locate(self._ends, index)[0]].parent.resolve()
+        file = (folder / path).resolve()
+        if not file.is_relative_to(folder):
+            raise OSError(f"it names {path}, which is outside the folder {folder}")
+        return file
 
     def fingerprint(self) -> str:
-        """Depends on the names and sizes of the files and on their footers, which tell of every piece of a column."""
-        return digest(part for path in self.paths for part in (path.name, path.stat().st_size, _footer_bytes(path)))
+        return digest(part for path in self.paths for part in _file_identity(path))
 
     def load_column(self) -> pa.ChunkedArray:
-        """The images, from memory or from the memory-mapped file that is written when there is none yet."""
         if sum(path.stat().st_size for path in self.paths) < MEMORY_LIMIT:
-            return pa.Table.from_batches(self._batches()).column(0)
+            return self._read(self.column)
         # Hundreds of gigabytes would take longer to check than to read.
         converted = cached_file(f"arrow/{self.fingerprint()}.arrow", self._convert, checked=False)
         return pa.ipc.open_file(pa.memory_map(str(converted.path))).read_all().column(0)
 
-    def _batches(self) -> Iterator[pa.RecordBatch]:
+    def _read(self, column: str) -> pa.ChunkedArray:
+        return pa.Table.from_batches(self._batches(column)).column(0)
+
+    def _batches(self, column: str) -> Iterator[pa.RecordBatch]:
         for path in self.paths:
-            try:
-                for batch in pq.ParquetFile(path).iter_batches(_ROWS_A_BATCH, columns=[self.column]):
+            with _reading(path), pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(_ROWS_A_BATCH, columns=[column]):
+                    batch.validate(full=True)
                     # The files' own metadata may differ, and batches of one table must not.
                     yield batch.replace_schema_metadata(None)
-            except (OSError, pa.ArrowException) as error:
-                raise _unreadable(path, error) from error
 
     def _convert(self, draft: Path) -> None:
-        batches = self._batches()
+        batches = self._batches(self.column)
         first = next(batches)
         with pa.OSFile(str(draft), "wb") as file, pa.ipc.new_file(file, first.schema) as writer:
             for batch in chain([first], batches):
@@ -250,39 +254,25 @@ def _leading_word(path: Path) -> str:
 
 
 def _read_footer(path: Path) -> tuple[int, pa.Schema]:
+    with _reading(path), pq.ParquetFile(path) as file:
+        return file.metadata.num_rows, file.schema_arrow
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with pq.ParquetFile(path) as file:
-            return file.metadata.num_rows, file.schema_arrow
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, error) from error
+        yield
+    # Damaged files raise OSError, ArrowException, UnicodeDecodeError, OverflowError and others.
+    except Exception as error:
+        reason = first_line(error).rstrip(".")
+        raise InputError(f"{path} cannot be read as parquet ({reason}): give a whole parquet file.") from error
 
 
-def _unreadable(path: Path, error: Exception) -> InputError:
-    reason = str(error).splitlines()[0].rstrip(".")
-    return InputError(f"{path} cannot be read as parquet ({reason}): give a whole parquet file.")
-
-
-def _check_same_column(path: Path, schema: pa.Schema, first_path: Path, column: pa.Field) -> None:
-    if column.name not in schema.names or schema.field(column.name).type != column.type:
-        raise InputError(f"{path} has no column '{column.name}' like that of {first_path}: give files of one layout.")
-
-
-def _footer_bytes(path: Path) -> bytes:
+def _file_identity(path: Path) -> Iterator[object]:
+    """Yield the name, size and time of a file, and bytes from all over it: a shuffled copy has another identity."""
+    state = path.stat()
+    yield from (path.name, state.st_size, state.st_mtime_ns)
     with open(path, "rb") as file:
-        file.seek(-8, 2)
-        length = int.from_bytes(file.read(4), "little")
-        file.seek(-8 - length, 2)
-        return file.read(length)
-
-
-def _read_labels(paths: list[Path], schema: pa.Schema) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    column = label_column(schema)
-    if column is None:
-        return {}, ()
-    try:
-        chunks = [pq.read_table(path, columns=[column], partitioning=None).column(0) for path in paths]
-        return read_classes(pa.chunked_array([piece for chunk in chunks for piece in chunk.chunks]), schema)
-    except (pa.ArrowException, KeyError, IndexError) as error:
-        raise InputError(
-            f"The column '{column}' is not the same in {paths[0]} and the files beside it: give files of one layout."
-        ) from error
+        for start in np.linspace(0, max(0, state.st_size - _BYTES_A_SAMPLE), _SAMPLES, dtype=np.int64).tolist():
+            file.seek(start)
+            yield file.read(_BYTES_A_SAMPLE)

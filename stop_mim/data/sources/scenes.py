@@ -21,14 +21,12 @@ class SceneKind(SourceKind):
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        """Whether this kind opens the name."""
         return name.partition(":")[0] == "scenes"
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
         """Draw the scenes; other splits than train are a fifth of the size."""
-        least = {"count": 1, "size": 1, "seed": 0}
-        chosen = scenes.parse_options(name.partition(":")[2], _DEFAULTS, least)
+        chosen = scenes.parse_options(name.partition(":")[2], _DEFAULTS)
         if split != "train":
             chosen |= {"count": max(1, chosen["count"] // 5), "seed": chosen["seed"] + _TEST_SEED_OFFSET}
         return SceneSource(**chosen)
@@ -46,26 +44,20 @@ class SceneSource(ImageSource):
         return len(self.scenes.images)
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        """The image as RGB."""
         self.check_index(index)
         return self.scenes.images[index]
 
     def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of the image."""
         return self.scenes.images.shape[2], self.scenes.images.shape[3]
 
     def describe(self, index: int) -> str:
-        """The options and the position."""
         return f"{self.name}#{index}"
 
     def image_name(self, index: int) -> str:
-        """The position; scenes have no files."""
         return f"scene-{index}"
 
     def fingerprint(self) -> str:
-        """Depends on the options and, in case the drawing changes, on the first image."""
         return digest([self.name, self.scenes.images[0].numpy().tobytes()])
 
     def stacked(self) -> UInt8[Tensor, "n 3 height width"]:
-        """All images."""
         return self.scenes.images

@@ -4,7 +4,6 @@ import glob
 import json
 import os
 import tarfile
-from dataclasses import asdict, dataclass
 from io import BufferedIOBase
 from pathlib import Path
 
@@ -12,31 +11,23 @@ import numpy as np
 
 from stop_mim.data.cache import CacheError, cached_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage
-from stop_mim.data.image_source import ImageSource, class_labels, digest
+from stop_mim.data.image_source import ImageSource, class_labels, digest, locate
 from stop_mim.data.sources import SOURCES, SourceKind
-from stop_mim.errors import InputError, MissingExtra
+from stop_mim.errors import InputError, MissingExtra, first_line
+
+Sample = tuple[str, int, int, int]
+"""The name of an image in a tar file, its offset, its size in bytes, and its class (-1 for none)."""
 
 
 @SOURCES.register("wds")
 class ShardKind(SourceKind):
-    """Tar files that a pattern with braces, or a glob, names."""
+    """Tar files that a pattern with braces, or a glob, names; they have no splits."""
 
     help, prefix = "wds:PATTERN.tar", "wds:"
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open the shards, which have no splits."""
         return ShardSource(name.removeprefix(cls.prefix))
-
-
-@dataclass
-class ShardIndex:
-    """Where in a tar file each sample's image lies, and its class (-1 for none)."""
-
-    members: list[str]
-    offsets: list[int]
-    sizes: list[int]
-    classes: list[int]
 
 
 class ShardSource(ImageSource):
@@ -44,22 +35,20 @@ class ShardSource(ImageSource):
 
     def __init__(self, pattern: str) -> None:
         self.paths = shard_paths(pattern)
-        indexes = [shard_index(path) for path in self.paths]
-        self._ends = np.cumsum([len(index.members) for index in indexes])
+        indexes = [_index(path) for path in self.paths]
+        self._ends = np.cumsum([len(index) for index in indexes])
         if not self._ends[-1]:
             raise InputError(f"The shards wds:{pattern} hold no images: give tar files with jpg, png or webp members.")
-        classes = np.array([label for index in indexes for label in index.classes], dtype=np.int64)
-        super().__init__(f"wds:{pattern}", class_labels(classes))
+        members, offsets, sizes, classes = zip(*(sample for index in indexes for sample in index), strict=True)
+        super().__init__(f"wds:{pattern}", class_labels(np.array(classes, dtype=np.int64)))
         # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
-        self._members = np.array([os.fsencode(member) for index in indexes for member in index.members])
-        self._offsets = np.array([offset for index in indexes for offset in index.offsets], dtype=np.int64)
-        self._sizes = np.array([size for index in indexes for size in index.sizes], dtype=np.int64)
+        self._members = np.array([os.fsencode(member) for member in members])
+        self._offsets, self._sizes = np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def encoded(self, index: int) -> bytes:
-        """The bytes of the member; raises BadImage."""
         try:
             # A file opened for each image has no position that forked workers could move under each other.
             with open(self._shard(index), "rb") as file:
@@ -68,7 +57,6 @@ class ShardSource(ImageSource):
             raise BadImage(self.describe(index), error.strerror or str(error)) from error
 
     def describe(self, index: int) -> str:
-        """The tar file and the member."""
         return f"{self._shard(index)}#{self._member(index)}"
 
     def image_name(self, index: int) -> str:
@@ -77,18 +65,17 @@ class ShardSource(ImageSource):
         return folder + slash + base.partition(".")[0]
 
     def fingerprint(self) -> str:
-        """Depends on the names and sizes of the tar files and the times they were changed."""
         return digest(part for path in self.paths for part in (path.name, *_state(path)))
 
     def _member(self, index: int) -> str:
         return os.fsdecode(bytes(self._members[index]))
 
     def _shard(self, index: int) -> Path:
-        return self.paths[int(np.searchsorted(self._ends, index, side="right"))]
+        return self.paths[locate(self._ends, index)[0]]
 
 
 def shard_paths(pattern: str) -> list[Path]:
-    """The tar files that a pattern with braces, or a glob, names."""
+    """Return the tar files that a pattern with braces, or a glob, names."""
     try:
         from braceexpand import braceexpand
     except ImportError as error:
@@ -104,40 +91,42 @@ def shard_paths(pattern: str) -> list[Path]:
     return paths
 
 
-def shard_index(path: Path) -> ShardIndex:
-    """The index of a tar file, from the cache folder if the file has not changed since."""
+def _index(path: Path) -> list[Sample]:
+    """Return the samples of a tar file, from the cache folder if the file has not changed since."""
 
     def write(draft: Path) -> None:
-        draft.write_text(json.dumps(asdict(_build_index(path))))
+        draft.write_text(json.dumps(_build_index(path)))
 
     try:
-        cached = cached_file(f"shards/{digest([path.resolve(), *_state(path)])}.json", write)
+        cached = cached_file(f"shards/{digest([2, path.resolve(), *_state(path)])}.json", write)
     except CacheError:
         # The cache only saves time: where it cannot be written, the next run indexes again.
         return _build_index(path)
-    return ShardIndex(**json.loads(cached.path.read_text()))
+    return [tuple(sample) for sample in json.loads(cached.path.read_text())]
 
 
-def _build_index(path: Path) -> ShardIndex:
+def _build_index(path: Path) -> list[Sample]:
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
+    total = path.stat().st_size
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 folder, _, base = member.name.rpartition("/")
                 stem, _, extension = base.partition(".")
+                if not 0 <= member.size <= total - member.offset_data:
+                    raise tarfile.ReadError(f"{member.name} does not lie inside the file")
                 if member.isfile() and stem:
                     samples.setdefault(f"{folder}/{stem}", {})[extension.lower()] = member
-    except (tarfile.TarError, OSError) as error:
-        raise InputError(f"{path} cannot be read as a tar file ({error}): give a whole, uncompressed one.") from error
-    index = ShardIndex([], [], [], [])
+    # Damaged headers raise TarError, OSError, ValueError, OverflowError and others.
+    except Exception as error:
+        reason = first_line(error)
+        raise InputError(f"{path} cannot be read as a tar file ({reason}): give a whole, uncompressed one.") from error
+    index: list[Sample] = []
     with open(path, "rb") as file:
         for sample in samples.values():
             image = next((sample[extension] for extension in sample if extension in IMAGE_EXTENSIONS), None)
             if image is not None:
-                index.members.append(image.name)
-                index.offsets.append(image.offset_data)
-                index.sizes.append(image.size)
-                index.classes.append(_class(sample, file, path))
+                index.append((image.name, image.offset_data, image.size, _class(sample, file, path)))
     return index
 
 
@@ -150,7 +139,7 @@ def _class(sample: dict[str, tarfile.TarInfo], file: BufferedIOBase, path: Path)
         if "cls" in sample:
             return int(text)
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}#{member.name} holds {text[:20]!r}: a .cls is an integer, a .json is JSON.") from error
     label = fields.get("label") if isinstance(fields, dict) else None
     return label if isinstance(label, int) else -1

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision import datasets
 
 from stop_mim.data.cache import download_folder
-from stop_mim.data.decode import BadImage, quieten_pillow, rgb_pixels
+from stop_mim.data.decode import BadImage, check_pixels, quieten_pillow, rgb_pixels
 from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.sources.listed import INATURALIST_YEARS, inaturalist_annotations, open_inaturalist
@@ -46,11 +46,10 @@ class TorchvisionKind(SourceKind):
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        """Open the dataset of a class of torchvision, downloaded if it can be."""
         class_name, options = _parse(name.removeprefix(cls.prefix))
         year = options.get("version", INATURALIST_YEARS[0])
         if class_name != "INaturalist" or year not in INATURALIST_YEARS:
-            return TorchvisionSource(name.removeprefix(cls.prefix), split)
+            return TorchvisionSource(name, *_open(class_name, split, options))
         if other := sorted(options.keys() - {"version"}):
             raise InputError(f"torchvision:INaturalist of {year} has no option '{other[0]}': give version alone.")
         images = download_folder() / year
@@ -63,41 +62,37 @@ class TorchvisionKind(SourceKind):
 class TorchvisionSource(ImageSource):
     """One split of a torchvision dataset that gives pairs of an image and a class; others are refused."""
 
-    def __init__(self, name: str, split: str) -> None:
-        class_name, options = _parse(name)
-        self._dataset, self.split = _open(class_name, split, options)
-        _check_pairs(class_name, self._dataset)
-        labels = class_labels(_targets(self._dataset))
-        super().__init__(f"torchvision:{name}", labels, _class_names(self._dataset))
+    def __init__(self, name: str, dataset: Any, split: str) -> None:
+        _check_pairs(name, dataset)
+        super().__init__(name, class_labels(_targets(dataset)), _class_names(dataset))
+        self._dataset, self.split = dataset, split
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        """The image as RGB; raises BadImage."""
         return rgb_pixels(self._image(index))
 
     def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of the image, which torchvision decodes for it; raises BadImage."""
         image = self._image(index)
         return image.height, image.width
 
     def describe(self, index: int) -> str:
-        """The dataset, the split and the position."""
         return f"{self.name}[{self.split}]#{index}"
 
     def image_name(self, index: int) -> str:
-        """The path within the dataset's folder of images, or the position where torchvision tells no path."""
+        """The path within the dataset's folder of images, or the position if torchvision has no paths."""
         for attribute in _PATH_ATTRIBUTES:
             entries = getattr(self._dataset, attribute, None)
             if entries is not None and len(entries) == len(self):
                 entry = entries[index][0] if isinstance(entries[index], tuple) else entries[index]
                 if isinstance(entry, str | Path):
-                    return _path_within(Path(entry), self._dataset)
+                    folders = (getattr(self._dataset, attribute, None) for attribute in _FOLDER_ATTRIBUTES)
+                    inside = (one for one in folders if isinstance(one, str | Path) and Path(entry).is_relative_to(one))
+                    return Path(entry).relative_to(next(inside, "")).as_posix()
         return str(index)
 
     def fingerprint(self) -> str:
-        """Depends on the name, the number of images, all labels, and the first and the last image."""
         labels = self.labels["class"].tobytes() if self.labels else b""
         ends = (self.read(index).numpy().tobytes() for index in (0, len(self) - 1))
         return digest([self.name, len(self), labels, *ends])
@@ -107,14 +102,11 @@ class TorchvisionSource(ImageSource):
         quieten_pillow()
         try:
             image = self._dataset[index][0]
+            check_pixels(image.height, image.width)
+            return image
         # Pillow answers corrupt files with many kinds of exceptions.
         except Exception as error:
             raise BadImage(self.describe(index), first_line(error)) from error
-        if image.width * image.height > self.max_pixels:
-            raise BadImage(
-                self.describe(index), f"{image.width}x{image.height} of more than {self.max_pixels:,} pixels"
-            )
-        return image
 
 
 def _parse(name: str) -> tuple[str, dict[str, str]]:
@@ -129,8 +121,9 @@ def _parse(name: str) -> tuple[str, dict[str, str]]:
 
 
 def _open(class_name: str, split: str, given: dict[str, str]) -> tuple[Any, str]:
-    known = {name: getattr(datasets, name) for name in dir(datasets)}
-    known = {name: kind for name, kind in known.items() if inspect.isclass(kind) and _is_named_set(kind)}
+    generic = (datasets.VisionDataset, datasets.DatasetFolder, datasets.ImageFolder)
+    found = {name: kind for name, kind in vars(datasets).items() if inspect.isclass(kind) and kind not in generic}
+    known = {name: kind for name, kind in found.items() if issubclass(kind, datasets.VisionDataset)}
     if class_name not in known:
         close = get_close_matches(class_name, known, cutoff=0.4) or ["CIFAR100"]
         raise InputError(f"torchvision has no data set '{class_name}': did you mean {' or '.join(close)}?")
@@ -179,11 +172,6 @@ class _UnknownSplit(Exception):
     """The class of torchvision has no split of this name."""
 
 
-def _is_named_set(kind: type) -> bool:
-    generic = (datasets.VisionDataset, datasets.DatasetFolder, datasets.ImageFolder)
-    return issubclass(kind, datasets.VisionDataset) and kind not in generic
-
-
 def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:
     downloads = "download" in inspect.signature(kind).parameters
     # Without asking for a download first: with it, some classes check or unpack whole archives each time.
@@ -199,39 +187,40 @@ def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any
         # Downloads fail in as many ways as there are servers.
         except Exception as error:
             failure = error
-    reason = " ".join(str(failure).split()).rstrip(".")
     raise InputError(
-        f"torchvision:{class_name} could not be opened in {download_folder()} ({reason}): check the network, or put "
-        "the data there (STOP_MIM_DATA names another folder)."
+        f"torchvision:{class_name} could not be opened in {download_folder()} ({_reason(failure)}): check the network, or "
+        "put the data there (STOP_MIM_DATA names another folder)."
     ) from failure
 
 
-def _check_pairs(class_name: str, dataset: Any) -> None:
+def _reason(error: Exception | None) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _check_pairs(name: str, dataset: Any) -> None:
     try:
         first: Any = dataset[0] if len(dataset) else None
     # Some classes open without looking for their images.
     except Exception as error:
-        reason = " ".join(str(error).split()).rstrip(".")
         raise InputError(
-            f"The first image of torchvision:{class_name} cannot be read ({reason}): put its images in "
-            f"{download_folder()} (STOP_MIM_DATA names another folder)."
+            f"The first image of {name} cannot be read ({_reason(error)}): put its images in {download_folder()} "
+            "(STOP_MIM_DATA names another folder)."
         ) from error
     pair = isinstance(first, tuple) and len(first) == 2
     if not pair or not isinstance(first[0], PIL.Image.Image) or not isinstance(first[1], int | np.integer):
         raise InputError(
-            f"torchvision:{class_name} does not give pairs of an image and a class: choose a data set for "
-            "classification, such as torchvision:CIFAR100."
+            f"{name} does not give pairs of an image and a class: choose a data set for classification, such as "
+            "torchvision:CIFAR100."
         )
 
 
 def _targets(dataset: Any) -> np.ndarray:
-    for attribute in _TARGET_ATTRIBUTES:
-        targets = getattr(dataset, attribute, None)
-        if targets is not None and len(targets) == len(dataset) and int(targets[0]) == int(dataset[0][1]):
+    first, samples = int(dataset[0][1]), getattr(dataset, "_samples", None)
+    candidates = [getattr(dataset, attribute, None) for attribute in _TARGET_ATTRIBUTES]
+    candidates.append(None if samples is None else [label for _, label in samples])
+    for targets in candidates:
+        if targets is not None and len(targets) == len(dataset) and int(targets[0]) == first:
             return np.asarray(targets, dtype=np.int64)
-    samples = getattr(dataset, "_samples", None)
-    if samples is not None and len(samples) == len(dataset) and samples[0][1] == dataset[0][1]:
-        return np.array([label for _, label in samples], dtype=np.int64)
     return np.array([int(dataset[index][1]) for index in range(len(dataset))], dtype=np.int64)
 
 
@@ -240,11 +229,3 @@ def _class_names(dataset: Any) -> tuple[str, ...]:
         if names := getattr(dataset, attribute, None):
             return tuple(name if isinstance(name, str) else ", ".join(name) for name in names)
     return ()
-
-
-def _path_within(path: Path, dataset: Any) -> str:
-    for attribute in _FOLDER_ATTRIBUTES:
-        folder = getattr(dataset, attribute, None)
-        if isinstance(folder, str | Path) and path.is_relative_to(folder):
-            return path.relative_to(folder).as_posix()
-    return path.as_posix()

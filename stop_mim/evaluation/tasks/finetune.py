@@ -4,9 +4,8 @@ The test set is scored once, at the end: nothing is chosen by it.
 """
 
 import copy
-import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -33,18 +32,19 @@ from stop_mim.constraints import (
     Number,
 )
 from stop_mim.data.augment import AugmentConfig
-from stop_mim.data.labelled import LabelledBatches, LabelledSet
-from stop_mim.errors import InputError, TrainingDiverged
+from stop_mim.data.labelled import LabelledSet
+from stop_mim.errors import InputError
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
-from stop_mim.evaluation.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, options_of, plain
 from stop_mim.evaluation.tasks.low_shot import check_draws, label_draws
 from stop_mim.models.encoder import Encoder
+from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
-from stop_mim.training.checkpoint import Checkpoint
 from stop_mim.training.distributed import reduce_mean, share
 from stop_mim.training.schedules import warmup_cosine
+from stop_mim.training.step import Outcome, StepOutcome
+from stop_mim.training.trainer import Trainer
 
 HEAD_STD = 2e-5
 # Parts of timm's models after the normed patch tokens, which a prediction does not depend on.
@@ -135,17 +135,12 @@ class Finetune(TrainingTask):
         """Return the coordinates of the scores."""
         return {}
 
-    def augmentation(self) -> AugmentConfig:
-        """Return the augmentation of the options."""
-        return AugmentConfig(crop_scale=self.options.crop_scale, flip_probability=self.options.flip_probability)
-
     def training(self) -> "FinetuneTraining":
-        """Return the training of a copy of the encoder."""
-        return FinetuneTraining(self.subject.encoder, self.train_set(), self.options, self.conditions())
+        options = self.options
+        augment = AugmentConfig(crop_scale=options.crop_scale, flip_probability=options.flip_probability)
+        return FinetuneTraining(self.subject.encoder, self.train_set(), options, self.conditions(augment))
 
-    def results(self, training: LabelledTraining) -> Iterator[Score]:
-        """Yield the test accuracies and the training loss of the last epoch."""
-        assert isinstance(training, FinetuneTraining)
+    def results(self, training: "FinetuneTraining") -> Iterator[Score]:
         for top, value in zip(TOP, training.score(self.data.test)[0].tolist(), strict=True):
             yield accuracy(top, value, len(self.data.test), variant=self.variant(), headline=True)
         yield Score("train_loss", training.train_loss, variant=self.variant(), unit="")
@@ -168,12 +163,10 @@ class FinetuneLowShot(Finetune):
         check_draws(self.few, self.data, self.config.seed)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of fine-tuning, and which labels are used."""
         list_file = plain(self.few)["list_file"]
         return {**super().settings(), "amount": self.few.amounts[0], "list_file": list_file}
 
     def train_set(self) -> LabelledSet:
-        """Return the few labelled images."""
         train = self.data.train
         (first, *_), *_ = label_draws(self.few, train, self.config.seed).values()
         return LabelledSet(train.source, train.labels, first)
@@ -196,7 +189,6 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch classes"]:
-        """Return the class scores."""
         return self.head(self.encoder.embed(images))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -209,21 +201,18 @@ class Classifier(nn.Module):
         return {f"encoder.vit.{name}" for name in self.encoder.vit.no_weight_decay()}
 
 
-def with_drop_path(encoder: Encoder, rate: float) -> Encoder:
-    """Return a copy whose residual branches are dropped at random in training, later ones more often."""
+def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
+    """Return a copy in which everything is trained that a prediction depends on, except fixed positions.
+
+    Its residual branches are dropped at random in training, later ones more often.
+    """
     twin = copy.deepcopy(encoder)
-    rates = calculate_drop_path_rates(rate, len(twin.vit.blocks))
-    for block, block_rate in zip(twin.vit.blocks, rates, strict=True):
+    rates = calculate_drop_path_rates(drop_path, len(twin.vit.blocks))
+    for block, rate in zip(twin.vit.blocks, rates, strict=True):
         # Blocks of some models have their branches in submodules.
         for owner in list(block.modules()):
             for name in [name for name, _ in owner.named_children() if name.startswith("drop_path")]:
-                setattr(owner, name, DropPath(block_rate) if block_rate else nn.Identity())
-    return twin
-
-
-def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
-    """Return a copy in which everything is trained that a prediction depends on, except fixed positions."""
-    twin = with_drop_path(encoder, drop_path)
+                setattr(owner, name, DropPath(rate) if rate else nn.Identity())
     for name, parameter in twin.vit.named_parameters():
         # Of a frozen encoder too: only positions are fixed by design.
         parameter.requires_grad_(
@@ -232,12 +221,12 @@ def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
     return twin
 
 
-def make_optimiser(classifier: Classifier, options: FinetuneOptions, device: torch.device) -> torch.optim.AdamW:
+def make_optimiser(classifier: Classifier, options: FinetuneOptions) -> torch.optim.AdamW:
     """Return AdamW with one group per layer, each with its scale of the learning rate."""
     groups = param_groups_layer_decay(
         classifier, options.weight_decay, classifier.no_weight_decay(), layer_decay=options.layer_decay
     )
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=device.type == "cuda")
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
 
 
 class Mixing:
@@ -288,45 +277,51 @@ class FinetuneTraining(LabelledTraining):
         generator = seeded_generator("cpu", conditions.seed, "head")
         twin = trainable_copy(encoder, options.drop_path)
         self.classifier = Classifier(twin, classes, generator).to(ranks.device)
-        optimiser = make_optimiser(self.classifier, options, ranks.device)
-        super().__init__(self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions)
+        optimiser = make_optimiser(self.classifier, options)
+        remedy = f"lower finetune.lr ({options.lr})"
+        super().__init__(
+            self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions, remedy
+        )
         self.shared = share(self.classifier, ranks)
         self.mixing = Mixing(options, classes, ranks.device)
         self.losses: list[float] = []
-        self.train_loss = math.nan
+        """The losses of the last steps, at most one epoch."""
 
-    def start(self, batches: LabelledBatches) -> None:
-        """Switch to training mode."""
-        self.classifier.train()
+    @property
+    def train_loss(self) -> float:
+        """The mean loss of the last epoch."""
+        return float(np.nanmean(self.losses))
 
-    def set_lr(self, step: int, steps_per_epoch: int) -> None:
-        """Set the learning rate of each layer: linear warm-up, then a cosine."""
+    def lr(self, step: int) -> float:
+        """Return the learning rate of the head: linear warm-up, then a cosine."""
         options = self.options
         peak, lowest = options.lr * options.batch_size / LR_IMAGES, options.lowest_lr
-        last = max(options.epochs * steps_per_epoch - 1, 1)
-        lr = warmup_cosine(step, options.warmup_epochs * steps_per_epoch, last, lowest, peak, lowest)
+        last = max(options.epochs * self.steps_per_epoch - 1, 1)
+        return warmup_cosine(step, options.warmup_epochs * self.steps_per_epoch, last, lowest, peak, lowest)
+
+    def start(self, trainer: Trainer) -> None:
+        self.classifier.train()
+
+    def update(
+        self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
+    ) -> Outcome:
+        """Take a step, with gradients accumulated over parts of the batch; without finite values nothing is updated."""
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["lr_scale"]
-
-    def step(self, step: int, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"]) -> None:
-        """Take a step, with gradients accumulated over parts of the batch."""
         device = self.ranks.device
         # Drop path draws from the global generator.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(derive_seed(self.seed, "layers", step, self.ranks.rank))
-            loss = reduce_mean(self._backward(step, images, labels), self.ranks)
-        parameters = list(self.classifier.parameters())
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
-            raise TrainingDiverged(
-                f"The loss of fine-tuning or its gradient is not finite in step {step + 1} ({loss.item()}): lower "
-                f"finetune.lr ({self.options.lr})."
-            )
+            torch.manual_seed(seed)
+            loss = reduce_mean(self._backward(images, labels, seed), self.ranks)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.classifier.parameters() if p.grad is not None])
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        # As a gradient scaler does: with found_inf set, the optimiser's kernel changes nothing.
+        self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimiser.step()
-        self.losses.append(loss.item())
+        return torch.stack([loss, norm.to(loss), finite.to(loss)])
 
     def _backward(
-        self, step: int, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"]
+        self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], seed: int
     ) -> Float[Tensor, ""]:
         """Compute the gradients and return the loss of this process."""
         self.optimiser.zero_grad(set_to_none=True)
@@ -336,8 +331,7 @@ class FinetuneTraining(LabelledTraining):
         at_a_time = self.speed.batch_size_per_device or len(labels)
         parts = list(zip(images.split(at_a_time), labels.split(at_a_time), strict=True))
         for number, (part, part_labels) in enumerate(parts, start=1):
-            seed = derive_seed(self.seed, "mixing", step, number, self.ranks.rank)
-            mixed, targets = self.mixing(part, part_labels, seed)
+            mixed, targets = self.mixing(part, part_labels, derive_seed(seed, "mixing", number))
             # Gradients are averaged over the processes once, with the last part.
             waits = isinstance(self.shared, DistributedDataParallel) and number < len(parts)
             with self.shared.no_sync() if waits else nullcontext():  # type: ignore[operator]
@@ -348,19 +342,15 @@ class FinetuneTraining(LabelledTraining):
             total += loss.detach()
         return total
 
-    def end_epoch(self, epochs: int) -> None:
-        """Keep the mean loss of the epoch."""
-        self.train_loss, self.losses = sum(self.losses) / max(len(self.losses), 1), []
+    def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
+        self.losses = [*self.losses, *(outcome.loss for outcome in outcomes)][-self.steps_per_epoch :]
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the loss of the last epoch."""
-        return {}, {"train_loss": self.train_loss}
+    def state(self) -> dict[str, Any]:
+        return {"losses": self.losses}
 
-    def restore(self, saved: Checkpoint) -> None:
-        """Take over the loss of the last epoch."""
-        self.train_loss = saved.state["train_loss"]
+    def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.losses = state["losses"]
 
     def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
-        """Return the class scores of the one classifier."""
         with autocast_for(self.speed.precision, self.ranks.device):
             return self.classifier(images).float()[None]

@@ -9,11 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
+from stop_mim.data.stored import Progress
 from stop_mim.evaluation.features import Chunks, LabelledFeatures
-from stop_mim.evaluation.logistic import FitProgress, top_accuracy
-from stop_mim.evaluation.results import Score, accuracy
+from stop_mim.evaluation.logistic import top_accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.models.neighbours import TEMPERATURE, nearest, votes
+from stop_mim.results import Score, accuracy
 
 QUERIES_AT_A_TIME = 2048
 
@@ -37,7 +38,6 @@ class Knn(FeatureTask):
     options: KnnOptions
 
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
-        """Yield the accuracy for each number of neighbours."""
         chunks = [self.subject.chunks(part.features.last(1)) for part in (train, test)]
         return knn(
             chunks[0],
@@ -61,7 +61,7 @@ def knn(
     device: torch.device,
     neighbours: Sequence[int],
     temperature: float = TEMPERATURE,
-    progress: FitProgress | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Score]:
     """Yield the test accuracy for each number of neighbours, of features and of centred features.
 

@@ -9,10 +9,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
+from stop_mim.data.stored import Progress
 from stop_mim.evaluation.features import Chunks, LabelledFeatures
-from stop_mim.evaluation.logistic import STEPS, FitProgress, TrainingFeatures, choose_penalty, top_accuracy
-from stop_mim.evaluation.results import Scalar, Score, accuracy
+from stop_mim.evaluation.logistic import STEPS, TrainingFeatures, choose_penalty, top_accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
+from stop_mim.results import Scalar, Score, accuracy
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Linear(FeatureTask):
     options: LinearOptions
 
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
-        """Yield the scores of each kind of features, then of the one that is chosen."""
         layers = sorted({min(count, self.subject.encoder.depth) for count in self.options.layers})
         return linear_probe(
             {count: self.subject.chunks(train.features.last(count)) for count in layers},
@@ -62,7 +62,7 @@ def linear_probe(
     device: torch.device,
     standardise: Sequence[bool] = (True, False),
     seed: int = 0,
-    progress: FitProgress | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Score]:
     """Yield the scores of a probe of each kind of features, then of the kind that does best on held-out images.
 

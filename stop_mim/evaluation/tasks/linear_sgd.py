@@ -16,19 +16,21 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each, Number
-from stop_mim.data.labelled import LabelledBatches, LabelledSet, hold_out
+from stop_mim.data.augment import AugmentConfig
+from stop_mim.data.labelled import LabelledSet, hold_out
 from stop_mim.errors import TrainingDiverged
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
 from stop_mim.evaluation.linear_heads import Head, LinearHeads, inverse_curvature, precondition, sum_of_products
 from stop_mim.evaluation.protocols import Protocol
-from stop_mim.evaluation.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.training.acceleration import autocast_for
-from stop_mim.training.checkpoint import Checkpoint
 from stop_mim.training.distributed import reduce_mean, share
 from stop_mim.training.schedules import cosine
+from stop_mim.training.step import Outcome
+from stop_mim.training.trainer import Trainer
 
 MOMENTUM = 0.9
 LAYERS = 4
@@ -68,18 +70,15 @@ class LinearSGD(TrainingTask):
         return protocol if options.lrs is None else replace(protocol, lrs=options.lrs)
 
     def settings(self) -> dict[str, Any]:
-        """Return the whole protocol and the batch size."""
         return {**asdict(self.protocol()), "batch_size": self.options.batch_size}
 
     def training(self) -> "LinearTraining":
-        """Return the training of the heads."""
-        return LinearTraining(
-            self.subject.encoder, self.data.train, self.protocol(), self.options.batch_size, self.conditions()
-        )
+        conditions = self.conditions(AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=0.5))
+        conditions = replace(conditions, protocol=self.protocol())
+        return LinearTraining(self.subject.encoder, self.data.train, self.options.batch_size, conditions)
 
-    def results(self, training: LabelledTraining) -> Iterator[Score]:
+    def results(self, training: "LinearTraining") -> Iterator[Score]:
         """Yield the scores of every head, then those that held-out images choose: of each kind, and of all."""
-        assert isinstance(training, LinearTraining)
         held_out, tested = training.score(training.held_out).tolist(), training.score(self.data.test).tolist()
         heads, several = training.heads.heads, len(training.protocol.lrs) > 1
         images = len(self.data.test)
@@ -124,15 +123,9 @@ class LinearTraining(LabelledTraining):
     # BatchNorm needs two images.
     least_images = 2
 
-    def __init__(
-        self,
-        encoder: FrozenEncoder,
-        train: LabelledSet,
-        protocol: Protocol,
-        batch_size: int,
-        conditions: Conditions,
-    ) -> None:
-        self.protocol, ranks = protocol, conditions.ranks
+    def __init__(self, encoder: FrozenEncoder, train: LabelledSet, batch_size: int, conditions: Conditions) -> None:
+        self.protocol = protocol = conditions.protocol
+        ranks = conditions.ranks
         encoder.to(ranks.device)
         used, self.held_out = hold_out(train, HELD_OUT_FRACTION, MAX_HELD_OUT, conditions.seed)
         heads, classes = heads_for(protocol, encoder.depth), int(train.classes.max()) + 1
@@ -144,18 +137,18 @@ class LinearTraining(LabelledTraining):
         # Preconditioned steps include weight decay.
         weight_decay = 0.0 if protocol.preconditioned else protocol.weight_decay
         optimiser = torch.optim.SGD(groups, lr=0.0, momentum=MOMENTUM, weight_decay=weight_decay, nesterov=True)
-        super().__init__(self.heads, optimiser, encoder, used, protocol.epochs, batch_size, conditions)
+        remedy = f"lower linear_sgd.lrs ({protocol.lrs}), or check the encoder's weights"
+        super().__init__(self.heads, optimiser, encoder, used, protocol.epochs, batch_size, conditions, remedy)
         self.shared = share(self.heads, ranks)
         self.moments: Tensor | None = None
         self.inverses: dict[tuple[int, bool], Tensor] = {}
-        self.losses = torch.zeros(len(heads), device=ranks.device)
 
-    def start(self, batches: LabelledBatches) -> None:
-        """Estimate the curvature for preconditioned steps."""
+    def start(self, trainer: Trainer) -> None:
         self.heads.train()
         if not self.protocol.preconditioned:
             return
-        self.moments = self._moments(batches) if self.moments is None else self.moments.to(self.ranks.device)
+        if self.moments is None:
+            self.moments = self._moments()
         classes, decay = self.heads.linears[0].out_features, self.protocol.weight_decay
         self.inverses = {
             (layers, norm): inverse_curvature(self.moments, layers * self.encoder.dim, norm, classes, decay)
@@ -163,30 +156,31 @@ class LinearTraining(LabelledTraining):
         }
         self.heads.norm.fix(self.moments)
 
-    def _moments(self, batches: LabelledBatches) -> Float64[Tensor, "dim_and_one dim_and_one"]:
+    def _moments(self) -> Float64[Tensor, "dim_and_one dim_and_one"]:
         """Return the second moments of the features, from as many training images as they need."""
         width = self.encoder.dim * self.heads.layers
         total = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=self.ranks.device)
         needed = math.ceil(IMAGES_PER_FEATURE * width / self.batch_size)
-        with closing(batches.epoch(0)) as labelled:
-            for images, _ in islice(labelled, needed):
-                if len(images):
-                    total += sum_of_products(self.features(images))
+        with closing(self.batches(0)) as batches:
+            for batch in islice(batches, min(needed, self.steps_per_epoch)):
+                if len(batch.images):
+                    total += sum_of_products(self.features(batch.images))
         total = reduce_mean(total, self.ranks)
         moments = total / total[-1, -1]
         if not torch.isfinite(moments).all():
             raise TrainingDiverged("The features are not finite: check the encoder's weights.")
         return moments
 
-    def set_lr(self, step: int, steps_per_epoch: int) -> None:
-        """Set the learning rate of each head."""
-        epoch, part = divmod(step, steps_per_epoch)
-        factor = lr_factor(self.protocol, epoch + part / steps_per_epoch)
-        for group in self.optimiser.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+    def lr(self, step: int) -> float:
+        """Return the factor of all learning rates."""
+        return lr_factor(self.protocol, step / self.steps_per_epoch)
 
-    def step(self, step: int, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"]) -> None:
-        """Take a step of all heads."""
+    def update(
+        self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
+    ) -> Outcome:
+        """Take a step of all heads; it counts as one if at least one of them has a finite loss."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["peak_lr"] * lr
         features = self.features(images)
         self.optimiser.zero_grad(set_to_none=True)
         # Processes may have different numbers of images, and each image has the same weight.
@@ -197,24 +191,18 @@ class LinearTraining(LabelledTraining):
             for head, linear in zip(self.heads.heads, self.heads.linears, strict=True):
                 precondition(linear, self.inverses[head.layers, head.batch_norm], self.protocol.weight_decay)
         self.optimiser.step()
-        self.losses += losses.detach()
+        reduced = reduce_mean(losses.detach(), self.ranks)
+        finite = torch.isfinite(reduced)
+        mean = reduced.where(finite, torch.nan).nanmean()
+        return torch.stack([mean, torch.zeros_like(mean), finite.any().to(mean)])
 
-    def end_epoch(self, epochs: int) -> None:
-        """Stop if no head has a finite loss."""
-        if not torch.isfinite(reduce_mean(self.losses, self.ranks)).any():
-            raise TrainingDiverged(
-                f"No linear head had a finite loss in epoch {epochs}: lower linear_sgd.lrs ({self.protocol.lrs}), or check "
-                "the encoder's weights."
-            )
-        self.losses = torch.zeros_like(self.losses)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def tensors(self) -> dict[str, Tensor]:
         """Return the moments, which a resumed training does not estimate again."""
-        return {} if self.moments is None else {"moments": self.moments}, {}
+        return {} if self.moments is None else {"moments": self.moments}
 
-    def restore(self, saved: Checkpoint) -> None:
-        """Take over the moments."""
-        self.moments = saved.tensors.get("moments")
+    def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if "moments" in tensors:
+            self.moments = tensors["moments"].to(self.ranks.device)
 
     def features(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "batch layers_times_dim"]:
         """Return frozen features of the last layers in full precision."""
@@ -225,5 +213,4 @@ class LinearTraining(LabelledTraining):
         return torch.cat([part.float() for part in parts])
 
     def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
-        """Return the class scores of each head."""
         return self.heads.logits(self.features(images))

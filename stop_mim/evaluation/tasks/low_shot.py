@@ -18,8 +18,8 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.data import TaskData, class_name
 from stop_mim.evaluation.features import LabelledFeatures
 from stop_mim.evaluation.logistic import PENALTIES, Chosen, TrainingFeatures, fit_together, held_out, top_accuracy
-from stop_mim.evaluation.results import Scalar, Score, accuracy
 from stop_mim.evaluation.task import TASKS, FeatureTask
+from stop_mim.results import Scalar, Score, accuracy
 
 FOLDS = 5
 # With more images than this, one held-out part is as good as folds.
@@ -68,12 +68,10 @@ class LowShot(FeatureTask):
     options: LowShotOptions
 
     def check(self) -> None:
-        """Refuse amounts or a list that do not fit the data."""
         super().check()
         check_draws(self.options, self.data, self.config.seed)
 
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
-        """Yield the scores of each amount of labels."""
         device, features = self.subject.ranks.device, train.features.last(1)
         tested = test.features.last(1).on(device), test.labels.to(device)
         amounts = label_draws(self.options, self.data.train, self.config.seed)

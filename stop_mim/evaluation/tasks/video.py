@@ -8,10 +8,10 @@ from typing import Any
 from stop_mim.constraints import Checked
 from stop_mim.evaluation.data import VideoData
 from stop_mim.evaluation.propagation import PropagationConfig, segment_videos
-from stop_mim.evaluation.results import Score
 from stop_mim.evaluation.segmentation import VideoScores, score_masks
 from stop_mim.evaluation.subject import GivenMasks
 from stop_mim.evaluation.task import TASKS, Task
+from stop_mim.results import Score
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class VideoSegmentation(Task):
     data: VideoData
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the propagation, if there is one."""
         given = isinstance(self.subject, GivenMasks)
         propagation = {} if given else asdict(self.options.propagation)
         return {"name": "davis", "foreground": self.config.foreground, **propagation}

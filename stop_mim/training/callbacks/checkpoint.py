@@ -25,16 +25,13 @@ class SaveCheckpoint(Callback):
         self.path, self.every_steps, self.run = path, every_steps, run
 
     def reads(self, step: int) -> bool:
-        """Whether a checkpoint is due."""
         return step % self.every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Save where a checkpoint is due."""
         if trainer.stops or self.reads(trainer.done):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Save now."""
         save_checkpoint(trainer.checkpoint(self.run), self.path)
 
 
@@ -60,11 +57,9 @@ class SaveRun(SaveCheckpoint):
             self.save(trainer)
 
     def reads(self, step: int) -> bool:
-        """Whether a checkpoint or a milestone is due."""
         return super().reads(step) or (self.milestone_steps is not None and step % self.milestone_steps == 0)
 
     def save(self, trainer: Trainer) -> None:
-        """Save now."""
         save_checkpoint(trainer.checkpoint(self.run), checkpoint_path(self.path, trainer.done))
         save_encoder(self.encoder, self.folder.encoder_file)
         prune_checkpoints(self.path, self.keep, self.milestone_steps)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.models.objective import Objective
-from stop_mim.training.online_probe import evaluation_mode
+from stop_mim.training.callbacks.probe import evaluation_mode
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
 
@@ -125,11 +125,9 @@ class WatchHealth(Callback):
         self._known: set[str] = set()
 
     def reads(self, step: int) -> bool:
-        """Whether the signs are measured: after the first step too."""
         return step == 1 or step % self.every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Measure the signs where it is time, and at the end, on the first images of the step."""
         if not (self.reads(trainer.done) or trainer.done == trainer.end):
             return
         signs = measure_health(self.objective, batch[0][0])
@@ -145,9 +143,7 @@ class WatchHealth(Callback):
         self._known = set(symptoms)
 
     def state(self) -> dict[str, Any]:
-        """Return the first signs."""
         return {"first": None if self.first is None else asdict(self.first)}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue to compare with the first signs."""
         self.first = None if state["first"] is None else HealthSigns(**state["first"])

@@ -20,11 +20,9 @@ class MoveSigma(Callback):
         self.positions = objective.positions
 
     def before_step(self, trainer: Trainer) -> None:
-        """Set the sigma of the next step."""
         self.positions.set_step(trainer.done)
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Measure it."""
         trainer.measurements["sigma"] = getattr(self.positions, "sigma", 0.0)
 
 
@@ -53,19 +51,17 @@ class RecordMetrics(Callback):
         self._events: Any = None
 
     def start(self, trainer: Trainer) -> None:
-        """Open the TensorBoard events; those of steps that come again are superseded."""
         if self.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
+            # Earlier events of steps that are taken again are superseded.
             self._events = SummaryWriter(str(self.folder.events), purge_step=trainer.done + 1)
         self._restart_clock()
 
     def reads(self, step: int) -> bool:
-        """Whether a line is due."""
         return step % self.every_steps == 0 or any(callback.reads(step) for callback in self.also_at)
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Collect losses, and write a line where one is due."""
         self._steps += len(outcomes)
         for outcome in outcomes:
             self._gradient_norm = outcome.gradient_norm
@@ -99,14 +95,11 @@ class RecordMetrics(Callback):
         self._steps, self._since = 0, time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """Return the losses since the last line."""
         return {"losses": self._losses}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue the mean of the next line."""
         self._losses = list(state["losses"])
 
     def end(self, trainer: Trainer) -> None:
-        """Close the TensorBoard events."""
         if self._events is not None:
             self._events.close()

@@ -1,18 +1,278 @@
-"""The online probe of a run: trained and scored on labelled images; the encoder learns nothing from them."""
+"""The online probe: a linear probe and kNN on labelled images while an encoder trains, without any effect on it.
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+Both see features of the target encoder, and have their own weights, memory, order and crops, all functions of the seed.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
+from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, View, WholeImage
+from stop_mim.data.bad_images import BadImages
+from stop_mim.data.batches import Batch, Batches, Placement
+from stop_mim.data.image_source import ImageSource, common_size, digest
+from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.order import SequentialOrder, ShuffledOrder
+from stop_mim.data.sources import open_source
+from stop_mim.data.stored import Progress
+from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder
+from stop_mim.models.neighbours import knn_votes
+from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.callbacks.progress import ProgressDisplay
-from stop_mim.training.checkpoint import Checkpoint
+from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
 from stop_mim.training.config import ProbeConfig
-from stop_mim.training.online_probe import OnlineProbe
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
+
+STREAM_BYTES = 4 * 2**30
+"""Pixels of labelled images that are kept; of a larger set, the seed chooses a part: 21,845 images of size 224.
+
+A fixed number, and not a fraction of the free memory, so that a resumed run has the same images.
+"""
+
+MAX_WORKERS = 8
+PREFIX = "probe."
+
+
+@dataclass(frozen=True)
+class ProbeData:
+    """The images that a probe learns from and is scored on, with the same classes; nothing is decoded yet."""
+
+    train: LabelledSet
+    test: LabelledSet
+    label: str
+    n_classes: int
+    fingerprint: str
+
+
+def open_probe_data(name: str, label: str = "auto") -> ProbeData:
+    """Open both splits of a labelled dataset; raise InputError if splits, labels or classes are missing."""
+    train, test = open_source(name, "train"), open_source(name, "test")
+    contents = [train.fingerprint(), test.fingerprint()]
+    # A name without splits is the same data for each.
+    if contents[0] == contents[1]:
+        raise InputError(f"probe.data is '{name}': it has no test split of its own; give a dataset with two splits.")
+    label = choose_label(train, label)
+    if label not in test.labels:
+        raise InputError(f"probe.data is '{name}': its test split has no label '{label}'; give one that has.")
+    values = np.unique(train.labels[label])
+    if len(values) < 2:
+        raise InputError(f"probe.data is '{name}': all its images have the same {label}; give at least two classes.")
+    unknown = np.setdiff1d(test.labels[label], values)
+    # A split may number only those classes that it has, so that the same number is another class.
+    if len(unknown) or (label == "class" and train.class_names != test.class_names):
+        what = (
+            f"the {label} {unknown[0]}, which its train split does not have"
+            if len(unknown)
+            else "classes of other names"
+        )
+        raise InputError(f"probe.data is '{name}': its test split has {what}; give splits of the same classes.")
+    learned, scored = (
+        LabelledSet(source, np.searchsorted(values, source.labels[label]), np.arange(len(source)))
+        for source in (train, test)
+    )
+    return ProbeData(learned, scored, label, len(values), digest([*contents, label]))
+
+
+def choose_label(source: ImageSource, wanted: str) -> str:
+    """Return the name of an integer label: the one that is asked for; auto: the class, or else the first."""
+    usable = [name for name, values in source.labels.items() if np.issubdtype(values.dtype, np.integer)]
+    if not usable:
+        raise InputError(f"probe.data is '{source.name}': its images have no classes; give a labelled dataset.")
+    if wanted == "auto":
+        return "class" if "class" in usable else usable[0]
+    if wanted not in usable:
+        raise InputError(f"probe.label is '{wanted}': '{source.name}' can be probed for {' or '.join(usable)}.")
+    return wanted
+
+
+def choose_images(total: int, most: int, seed: int, split: str) -> Int[np.ndarray, " n"]:
+    """Choose at most so many of the images by the seed, in their order."""
+    order = torch.randperm(total, generator=seeded_generator("cpu", seed, "probe images", split))
+    return order[:most].sort().values.numpy()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; afterwards every module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@torch.no_grad()
+def frozen_features(
+    encoder: Encoder, autocast: AbstractContextManager[Any], images: Float[Tensor, "batch 3 height width"]
+) -> Float[Tensor, "batch dim"]:
+    """Return average-pooled features of the last layer."""
+    with evaluation_mode(encoder), autocast:
+        return encoder.embed(images, 1).float()
+
+
+class OnlineProbe(nn.Module):
+    """A linear head on batch-normed features, learned on a stream of batches, and kNN among the newest of them.
+
+    Args:
+        features: returns the features of images.
+        stream: labelled batches to learn from.
+        test: labelled batches to score.
+    """
+
+    memory_features: Tensor
+    memory_classes: Tensor
+    seen: Tensor
+    loss_sum: Tensor
+    batches: Tensor
+
+    def __init__(
+        self,
+        config: ProbeConfig,
+        features: Callable[[Tensor], Tensor],
+        stream: Batches,
+        test: Batches,
+        n_classes: int,
+        dim: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.config, self.features, self.stream, self.test, self.n_classes = config, features, stream, test, n_classes
+        self._reading: tuple[int, Generator[Batch, None, None]] | None = None
+        self.norm = nn.BatchNorm1d(dim, affine=False)
+        # Without random weights: the global generator belongs to the run.
+        self.head: nn.Linear = nn.utils.skip_init(nn.Linear, dim, n_classes)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.register_buffer("memory_features", torch.zeros(config.memory, dim))
+        self.register_buffer("memory_classes", torch.zeros(config.memory, dtype=torch.long))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("loss_sum", torch.zeros(()))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+        self.to(device)
+        self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=config.lr)
+
+    @property
+    def description(self) -> str:
+        labelled, others = self.stream.n_images, self.test.n_images
+        return f"{self.n_classes} classes, {labelled:,} labelled images, scored on {others:,} others"
+
+    def learn(self, batch: int) -> None:
+        """Update head and memory with the batch of that number; features that are not finite are skipped."""
+        images, classes, _ = self._batch(batch)
+        features = self.features(images)
+        # Batch normalisation needs two images; a batch loses those that cannot be read.
+        if classes is None or len(classes) < 2 or not torch.isfinite(features).all():
+            return
+        self.train()
+        loss = F.cross_entropy(self.head(self.norm(features)), classes)
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        self.loss_sum += loss.detach()
+        self.batches += 1
+        self.remember(features, classes)
+
+    def remember(self, features: Float[Tensor, "n dim"], classes: Int[Tensor, " n"]) -> None:
+        """Replace the oldest features of the memory."""
+        size = len(self.memory_classes)
+        features, classes = features[-size:], classes[-size:]
+        places = (self.seen + torch.arange(len(classes), device=classes.device)) % size
+        self.memory_features[places], self.memory_classes[places] = features, classes
+        self.seen += len(classes)
+
+    @torch.no_grad()
+    def score(self) -> dict[str, float]:
+        """Return test accuracies in percent and the mean loss since the last score; nothing before the first batch."""
+        filled = min(int(self.seen), len(self.memory_classes))
+        if not filled:
+            return {}
+        self.eval()
+        parts, labels = [], []
+        for images, found, _ in self.test.starting_at():
+            assert found is not None
+            parts.append(self.features(images))
+            labels.append(found)
+        features, truth = torch.cat(parts), torch.cat(labels)
+        memory, classes = self.memory_features[:filled], self.memory_classes[:filled]
+        votes = knn_votes(memory, classes, features, self.config.neighbours, self.n_classes)
+        loss = (self.loss_sum / self.batches.clamp(min=1)).item()
+        self.loss_sum.zero_()
+        self.batches.zero_()
+        return {
+            "probe/linear_top1": _top1(self.head(self.norm(features)), truth),
+            "probe/knn_top1": _top1(votes, truth),
+            "probe/loss": loss,
+        }
+
+    def _batch(self, number: int) -> Batch:
+        if self._reading is None or self._reading[0] != number:
+            self._reading = (number, self.stream.starting_at(number))
+        _, batches = self._reading
+        self._reading = (number + 1, batches)
+        return next(batches)
+
+
+def _top1(scores: Float[Tensor, "n classes"], classes: Int[Tensor, " n"]) -> float:
+    return 100 * (scores.argmax(1) == classes).double().mean().item()
+
+
+def make_probe(
+    config: ProbeConfig,
+    data: ProbeData,
+    encoder: Encoder,
+    autocast: AbstractContextManager[Any],
+    device: torch.device,
+    seed: int,
+    bad_images_file: Path | None = None,
+    progress: Progress | None = None,
+) -> OnlineProbe:
+    """Decode the images and return a new probe.
+
+    A class is learned from crops; labels that a crop may change, such as counts, from whole images.
+    """
+    kind = RandomCrop if data.label == "class" else WholeImage
+    view = kind(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
+    height, width = common_size(data.train.source) or view.stored_size
+    bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
+    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
+    own_seed = derive_seed(seed, "probe")
+
+    def batches(split: str, data: LabelledSet, view: View, shuffled: bool) -> Batches:
+        size = min(config.batch_size, len(data))
+        order = ShuffledOrder(data.indices, size, own_seed) if shuffled else SequentialOrder(data.indices, size)
+        file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
+        bad_images = BadImages(data.source.name, len(data), file)
+        return Batches(
+            data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress
+        )
+
+    most = max(1, STREAM_BYTES // bytes_per_image)
+    stream = data.train.part(choose_images(len(data.train), most, seed, "train"))
+    test = data.test.part(choose_images(len(data.test), config.test_images, seed, "test"))
+    whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
+    return OnlineProbe(
+        config,
+        partial(frozen_features, encoder, autocast),
+        batches("train", stream, view, shuffled=True),
+        batches("test", test, whole, shuffled=False),
+        data.n_classes,
+        encoder.dim,
+        device,
+    )
 
 
 class RunProbe(Callback):
@@ -21,48 +281,39 @@ class RunProbe(Callback):
     name = "probe"
 
     def __init__(
-        self,
-        config: ProbeConfig,
-        probe: OnlineProbe | None,
-        fingerprint: str,
-        encoder: Encoder,
-        autocast: AbstractContextManager[Any],
-        display: ProgressDisplay,
+        self, config: ProbeConfig, probe: OnlineProbe | None, fingerprint: str, display: ProgressDisplay
     ) -> None:
-        self.config, self.probe, self.fingerprint = config, probe, fingerprint
-        self.encoder, self.autocast, self.display = encoder, autocast, display
+        self.config, self.probe, self.fingerprint, self.display = config, probe, fingerprint, display
 
     def start(self, trainer: Trainer) -> None:
-        """Describe the probe."""
         assert self.probe is not None
         self.display.say(f"probe      {self.config.data}; {self.probe.description}")
 
     def reads(self, step: int) -> bool:
-        """Whether the probe is scored."""
         return step % self.config.score_every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Train and score the probe, as functions of the step alone; the last step of a run is scored too."""
         assert self.probe is not None
         step = trainer.done
         if step % self.config.every_steps == 0:
-            self.probe.learn(self.encoder, step // self.config.every_steps, self.autocast)
+            self.probe.learn(step // self.config.every_steps)
         if self.reads(step) or step == trainer.total_steps:
-            trainer.measurements |= self.probe.score(self.encoder, self.autocast)
+            trainer.measurements |= self.probe.score()
 
     def state(self) -> dict[str, Any]:
-        """Return the fingerprint of the labelled images."""
         return {"fingerprint": self.fingerprint}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the probe's weights and memory."""
-        return {} if self.probe is None else self.probe.tensors()
+        if self.probe is None:
+            return {}
+        return {PREFIX + name: tensor for name, tensor in collect_tensors(self.probe, self.probe.optimiser).items()}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Continue the probe; if its labelled images are not those of the checkpoint, a new probe starts."""
         if self.probe is None:
             return
         if state == self.state():
-            self.probe.restore(Checkpoint(0, tensors, {}))
+            ours = {name.removeprefix(PREFIX): t for name, t in tensors.items() if name.startswith(PREFIX)}
+            restore_tensors(Checkpoint(0, ours, {}), self.probe, self.probe.optimiser)
         else:
             self.display.warn(f"The checkpoint has no probe of '{self.config.data}' as it is now: a new probe starts.")

@@ -94,7 +94,6 @@ class ShowProgress(Callback):
         self._newest: dict[str, str] = {}
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Show the step."""
         for name, text in SHOWN.items():
             if name in trainer.measurements:
                 self._newest[name] = text.format(trainer.measurements[name])
@@ -109,16 +108,13 @@ class RecordStatus(Callback):
         self._written = 0.0
 
     def start(self, trainer: Trainer) -> None:
-        """Record that the run is running."""
         self._write(trainer, "running")
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Record the step, if the last record is old."""
         if time.monotonic() - self._written > SECONDS_BETWEEN_STATUSES:
             self._write(trainer, "running")
 
     def end(self, trainer: Trainer) -> None:
-        """Record how the session ended."""
         if isinstance(trainer.error, KeyboardInterrupt):
             self._write(trainer, "stopped", "interrupted without saving")
         elif trainer.error is not None:

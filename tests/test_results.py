@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from stop_mim.errors import InputError
-from stop_mim.evaluation.results import (
+from stop_mim.results import (
     Evaluation,
     Score,
     accuracy,
