@@ -1,7 +1,6 @@
 """The Python code of the README and of the guides runs as it is written there."""
 
 import re
-import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from stop_mim import SinCosPositions, StochasticPositions, create_encoder, save_encoder
-from stop_mim.cli import main
 from stop_mim.positions import COVARIANCES
+from stop_mim.registry import load_plugins
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,15 +92,8 @@ def test_a_covariance_is_one_class_in_a_module_of_ones_own(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("STOP_MIM_PLUGINS", "my_plugin")
     monkeypatch.delitem(sys.modules, "my_plugin", raising=False)
-    options = shlex.split(
-        "--data scenes:count=16,size=32 --encoder.image-size 32 32 --encoder.width 24 --encoder.depth 1 --encoder.heads 2 "
-        "--predictor.width 8 --predictor.depth 1 --predictor.heads 2 --optim.batch-size 8 --optim.epochs 1 "
-        "--optim.warmup-epochs 0 --speed.device cpu --speed.workers 0"
-    )
-    out = tmp_path / "run"
+    load_plugins()
     try:
-        main(["pretrain", "stop-tiny-imagenet", "--positions.covariance", "half_identity", *options, "--out", str(out)])
-        assert (out / "encoder.safetensors").exists()
         positions = StochasticPositions(SinCosPositions(4, 8), nn.Linear(12, 8), covariance="half_identity")
         indices = torch.arange(16).expand(2, 16)
         noise = positions(indices) - positions.table()[indices]

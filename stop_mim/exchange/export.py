@@ -27,9 +27,10 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
         licence: licence of the weights, for the model card.
     """
     write_files = EXPORTERS.find(to)
-    _require_free(out)
-    if push is not None:
-        _require_push(push)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists and is not an empty folder: choose another --out.")
+    # Before anything is written.
+    token = None if push is None else _hub_token(push)
     encoder = load_encoder(name)
     if not isinstance(encoder, Encoder):
         raise InputError(f"{name} is not a plain Vision Transformer: only those can be exported.")
@@ -41,7 +42,7 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
 
     write_folder(out, write)
     if push is not None:
-        _push(out, push)
+        _push(out, push, token)
     return out
 
 
@@ -75,21 +76,22 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _require_free(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists and is not an empty folder: choose another --out.")
-
-
-def _require_push(repository: str) -> None:
-    """Raise InputError if the upload could not work: known before anything is written."""
+def _hub_token(repository: str) -> str:
+    """Return the token for an upload to this repository; raise InputError if the upload could not work."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository, re.ASCII):
         raise InputError(f"push is '{repository}': give OWNER/NAME, such as somebody/stop-vitb16.")
-    _token()
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingExtra("--push", "huggingface_hub", "hf") from error
+    token = huggingface_hub.get_token()
+    if not token:
+        raise InputError("There is no token for the Hugging Face hub: run 'hf auth login' or set HF_TOKEN.")
+    return token
 
 
-def _push(folder: Path, repository: str) -> None:
+def _push(folder: Path, repository: str, token: str | None) -> None:
     """Upload a folder; a repository that does not exist is created as a private one."""
-    token = _token()
     import huggingface_hub
 
     api = huggingface_hub.HfApi(token=token)
@@ -103,14 +105,3 @@ def _push(folder: Path, repository: str) -> None:
             f"{repository} could not be pushed ({reason}): check the token and the network, then upload {folder}, which is "
             "complete."
         ) from error
-
-
-def _token() -> str:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise MissingExtra("--push", "huggingface_hub", "hf") from error
-    token = huggingface_hub.get_token()
-    if not token:
-        raise InputError("There is no token for the Hugging Face hub: run 'hf auth login' or set HF_TOKEN.")
-    return token
