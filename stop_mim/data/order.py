@@ -64,19 +64,19 @@ class ShuffledOrder:
         n_images = len(self.images)
         self._together = batch_size * world_size
         if drop_last:
-            self.steps_per_epoch, self.batch_size = n_images // (self._together * batches_per_step), batch_size
-            if self.steps_per_epoch < 1:
+            self.batches_per_epoch = n_images // (self._together * batches_per_step) * batches_per_step
+            self.batch_size = batch_size
+            if not self.batches_per_epoch:
                 raise InputError(
                     f"optim.batch_size is {self._together * batches_per_step} and there are only {n_images} images: "
                     "choose a batch that is no larger than the data set."
                 )
-            self.batches_per_epoch = self.steps_per_epoch * batches_per_step
         else:
             if n_images < world_size:
                 raise InputError(f"There are {n_images} images for {world_size} processes: start fewer processes.")
             whole, rest = divmod(n_images, self._together)
             enough = rest >= min(LEAST_IMAGES_A_BATCH, batch_size) * world_size
-            self.steps_per_epoch = self.batches_per_epoch = max(1, whole + enough)
+            self.batches_per_epoch = max(1, whole + enough)
             last = n_images - (self.batches_per_epoch - 1) * self._together
             self.batch_size = max(min(batch_size, n_images), -(-last // world_size))
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))

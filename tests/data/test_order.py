@@ -36,7 +36,7 @@ def test_a_step_of_several_processes_has_the_images_of_a_step_of_one():
     alone = ShuffledOrder(96, 12)
     together = [ShuffledOrder(96, 4, rank=rank, world_size=3) for rank in range(3)]
     accumulated = ShuffledOrder(96, 4, batches_per_step=3)
-    for step in range(2 * alone.steps_per_epoch):
+    for step in range(2 * alone.batches_per_epoch):
         expected = alone.indices(step).tolist()
         assert [index for order in together for index in order.indices(step).tolist()] == expected
         assert [i for batch in range(3 * step, 3 * step + 3) for i in accumulated.indices(batch).tolist()] == expected
@@ -50,9 +50,9 @@ def test_any_batch_can_be_the_first():
 
 def test_an_epoch_is_a_whole_number_of_steps():
     order = ShuffledOrder(100, 8, world_size=2, batches_per_step=2)
-    assert (order.steps_per_epoch, order.batches_per_epoch) == (3, 6)
+    assert order.batches_per_epoch == 6
     assert [order.epoch_of(batch) for batch in (0, 5, 6, 11, 12)] == [0, 0, 1, 1, 2]
-    assert ShuffledOrder(32, 8, world_size=2, batches_per_step=2).steps_per_epoch == 1
+    assert ShuffledOrder(32, 8, world_size=2, batches_per_step=2).batches_per_epoch == 2
     with pytest.raises(InputError, match=r"optim\.batch_size is 32 and there are only 31 images"):
         ShuffledOrder(31, 8, world_size=2, batches_per_step=2)
 
