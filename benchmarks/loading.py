@@ -152,7 +152,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="a folder of folders of JPEGs; made for the purpose if not given")
     parser.add_argument("--size", type=int, default=224, help="of the crops of --folder")
-    parser.add_argument("--from-data", help="fill made folders with the images of this data set, resized")
+    parser.add_argument("--from-data", help="fill made folders with the images of this dataset, resized")
     parser.add_argument("--case", choices=CASES, help="only this of the two made folders")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64)

@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def real_data() -> Callable[[str], Path]:
-    """The folder of a real data set by its name; the test is skipped where there is none."""
+    """The folder of a real dataset by its name; the test is skipped where there is none."""
 
     def find(name: str) -> Path:
         if not (REAL_DATA / name).exists():

@@ -69,7 +69,7 @@ class ShuffledOrder:
             if not self.batches_per_epoch:
                 raise InputError(
                     f"optim.batch_size is {self._together * batches_per_step} and there are only {n_images} images: "
-                    "choose a batch that is no larger than the data set."
+                    "choose a batch that is no larger than the dataset."
                 )
         else:
             if n_images < world_size:

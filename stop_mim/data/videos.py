@@ -253,7 +253,7 @@ def _listed_sequences(folder: Path, split: str) -> tuple[str, ...]:
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} cannot be read as text ({error}): copy it again from the data set.") from error
+        raise InputError(f"{path} cannot be read as text ({error}): copy it again from the dataset.") from error
     # A dictionary is a set that keeps the order: the older lists name a sequence once for each of its frames.
     sequences = tuple(dict.fromkeys(_sequence_of(line, path) for line in lines if line.strip()))
     if not sequences:
@@ -343,4 +343,4 @@ def _readable(path: Path) -> Iterator[None]:
     # Pillow answers corrupt files with a dozen kinds of exceptions.
     except Exception as error:
         reason = error.reason if isinstance(error, BadImage) else first_line(error)
-        raise InputError(f"{path} cannot be read as an image ({reason}): copy it again from the data set.") from error
+        raise InputError(f"{path} cannot be read as an image ({reason}): copy it again from the dataset.") from error

@@ -1,4 +1,4 @@
-"""How linear heads are trained by SGD and tested on each data set: the numbers of the paper's evaluations."""
+"""How linear heads are trained by SGD and tested on each dataset: the numbers of the paper's evaluations."""
 
 import re
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Protocol:
     label: str = "class"
     """The label that it is for."""
     classes: int | None = None
-    """Number of classes of the data set; None: any."""
+    """Number of classes of the dataset; None: any."""
 
     def shortened(self, epochs: int) -> "Protocol":
         """Return the protocol with another number of epochs and its milestones in proportion."""
@@ -63,7 +63,7 @@ _PROTOCOLS = (
     replace(_WHOLE, name="cifar100", milestones=(8, 16, 24), classes=100),
     replace(_WHOLE, name="clevr-count", epochs=50, final_factor=0.01, label="count", classes=8),
     replace(_WHOLE, name="clevr-dist", epochs=100, final_factor=0.01, label="distance", classes=6),
-    # Any other labelled data: as ImageNet, with steps that reach the optimum on small data sets too.
+    # Any other labelled data: as ImageNet, with steps that reach the optimum on small datasets too.
     Protocol(
         "generic",
         28,
@@ -76,7 +76,7 @@ _PROTOCOLS = (
 
 PROTOCOLS = {protocol.name: protocol for protocol in _PROTOCOLS}
 
-# The names of data sets; the number of classes must agree as well.
+# The names of datasets; the number of classes must agree as well.
 _NAME_PATTERNS = {
     "imagenet": r"imagenet|ilsvrc",
     "places205": r"places[-_]?205",

@@ -53,7 +53,7 @@ class GivenMasks:
 
 
 class Subject:
-    """One encoder, with its protocol for each data set and its features, which are extracted once.
+    """One encoder, with its protocol for each dataset and its features, which are extracted once.
 
     Args:
         name: what the encoder is called on the command line.

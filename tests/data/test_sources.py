@@ -1,4 +1,4 @@
-"""Names of data sets, their extras, the scenes, and sources in other processes."""
+"""Names of datasets, their extras, the scenes, and sources in other processes."""
 
 import pickle
 import sys

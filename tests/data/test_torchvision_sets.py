@@ -82,7 +82,7 @@ def test_torchvision_splits_downloads_and_bad_images(monkeypatch):
 
 
 def test_torchvision_names_that_cannot_be_opened(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"no data set 'CIFR100': did you mean CIFAR100") as error:
+    with pytest.raises(InputError, match=r"no dataset 'CIFR100': did you mean CIFAR100") as error:
         open_source("torchvision:CIFR100")
     one_sentence(error)
     with pytest.raises(InputError, match=r"could not be opened .* \("):

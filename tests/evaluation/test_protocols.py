@@ -1,4 +1,4 @@
-"""The numbers of the paper's evaluations, and which data set has which."""
+"""The numbers of the paper's evaluations, and which dataset has which."""
 
 import numpy as np
 import PIL.Image

@@ -56,7 +56,7 @@ COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40)}
 
 
 def write_colours(folder, splits=(("train", 12), ("test", 4)), sizes=((36, 36),)):
-    """A labelled data set whose classes are colours: any encoder tells them apart, trained or not."""
+    """A labelled dataset whose classes are colours: any encoder tells them apart, trained or not."""
     random = np.random.default_rng(0)
     for split, per_class in splits:
         for name, colour in COLOURS.items():

@@ -31,7 +31,7 @@ class SourceKind:
         raise NotImplementedError
 
 
-SOURCES: Registry[type[SourceKind]] = Registry("kind of data set", "stop_mim.data.sources")
+SOURCES: Registry[type[SourceKind]] = Registry("kind of dataset", "stop_mim.data.sources")
 
 
 def open_source(name: str, split: str = "train") -> ImageSource:
@@ -40,4 +40,4 @@ def open_source(name: str, split: str = "train") -> ImageSource:
         if kind.matches(name):
             return kind.open(name, split)
     kinds = ", ".join(dict.fromkeys(kind.help for kind in SOURCES.values()))
-    raise InputError(f"There is no data set '{name}': give one of {kinds}.")
+    raise InputError(f"There is no dataset '{name}': give one of {kinds}.")

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, downloaded and memory-mapped by the package datasets."""
+"""Datasets of the Hugging Face hub, downloaded and memory-mapped by the package datasets."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def _load(address: str, split: str) -> tuple[Any, str]:
     try:
         import datasets
     except ImportError as error:
-        raise MissingExtra("hf: data sets", "datasets", "hf") from error
+        raise MissingExtra("hf: datasets", "datasets", "hf") from error
     name, _, config = address.partition(":")
     failure: Exception | None = None
     for candidate in split_candidates(split):

@@ -126,7 +126,7 @@ def _open(class_name: str, split: str, given: dict[str, str]) -> tuple[Any, str]
     known = {name: kind for name, kind in found.items() if issubclass(kind, datasets.VisionDataset)}
     if class_name not in known:
         close = get_close_matches(class_name, known, cutoff=0.4) or ["CIFAR100"]
-        raise InputError(f"torchvision has no data set '{class_name}': did you mean {' or '.join(close)}?")
+        raise InputError(f"torchvision has no dataset '{class_name}': did you mean {' or '.join(close)}?")
     kind = known[class_name]
     parameters = inspect.signature(kind).parameters
     options: dict[str, Any] = {"root": str(download_folder())} if "root" in parameters else {}
@@ -143,7 +143,7 @@ def _open(class_name: str, split: str, given: dict[str, str]) -> tuple[Any, str]
             return _construct(class_name, kind, options | {"split": candidate}), candidate
         except _UnknownSplit:
             continue
-    raise NoSplit(f"torchvision:{class_name} has no split '{split}': choose another split or data set.")
+    raise NoSplit(f"torchvision:{class_name} has no split '{split}': choose another split or dataset.")
 
 
 def _typed_options(
@@ -209,7 +209,7 @@ def _check_pairs(name: str, dataset: Any) -> None:
     pair = isinstance(first, tuple) and len(first) == 2
     if not pair or not isinstance(first[0], PIL.Image.Image) or not isinstance(first[1], int | np.integer):
         raise InputError(
-            f"{name} does not give pairs of an image and a class: choose a data set for classification, such as "
+            f"{name} does not give pairs of an image and a class: choose a dataset for classification, such as "
             "torchvision:CIFAR100."
         )
 
