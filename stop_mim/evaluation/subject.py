@@ -26,15 +26,11 @@ from stop_mim.evaluation.features import (
     features_folder,
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
-from stop_mim.exchange.loading import HUB, TIMM, load_encoder, run_of
-from stop_mim.models.build import build_encoder
+from stop_mim.exchange.loading import ENCODERS, load_encoder, run_of
 from stop_mim.models.encoder import FrozenEncoder
-from stop_mim.seeds import derive_seed
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import workers_for
-from stop_mim.training.run_folder import RunFolder
 
-UNTRAINED = "untrained:"
 MASKS = "masks:"
 
 
@@ -127,19 +123,7 @@ class Subject:
 
 def open_encoder(name: str) -> tuple[FrozenEncoder, Path | None]:
     """Return the encoder of a name, and the run directory that it comes from; a running run gives its newest one."""
-    if name.startswith(UNTRAINED):
-        return _untrained(name.removeprefix(UNTRAINED)), None
-    encoder = load_encoder(name)
-    return encoder, None if name.startswith((TIMM, HUB)) else run_of(name)
-
-
-def _untrained(name: str) -> FrozenEncoder:
-    if name.startswith((TIMM, HUB)):
-        torch.manual_seed(0)
-        return load_encoder(name, pretrained=False)
-    config = RunFolder(Path(name).expanduser()).config()
-    torch.manual_seed(derive_seed(config.seed, "weights"))
-    return build_encoder(config.encoder)
+    return load_encoder(name), None if name.startswith(tuple(ENCODERS)) else run_of(name)
 
 
 def set_image_size(encoder: FrozenEncoder, size: int, name: str) -> None:
