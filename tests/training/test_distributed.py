@@ -71,7 +71,7 @@ def open_images(self, *arguments):
     batches = real_open(self, *arguments)
     order = batches.order
     indices = [order.indices(batch) for batch in range(order.batches_per_epoch)]
-    seen.update(indices=torch.cat(indices), n_images=order.n_images)
+    seen.update(indices=torch.cat(indices), n_images=len(order.images))
     return batches
 
 real_forward, IJEPA.forward = IJEPA.forward, forward
