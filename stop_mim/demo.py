@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import torch
 from jaxtyping import Float, Int
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from stop_mim.analysis.drawing import STYLE
 from stop_mim.analysis.figures import FIGURES
 from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
@@ -61,7 +63,8 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
     scores = compare(config, result.folder, *sources)
     write_atomically(result.folder / "demo.json", lambda file: file.write_text(json.dumps(scores, indent=2)))
     for name in ("loss", "positions"):
-        FIGURES[name]([result.folder], None).savefig(result.folder / f"{name}.png", dpi=150)
+        with matplotlib.rc_context(STYLE):
+            FIGURES[name]([result.folder], None).savefig(result.folder / f"{name}.png", dpi=150)
     write_report([result.folder], result.folder / "report.html")
     show(scores, result.folder, console)
     return result.folder

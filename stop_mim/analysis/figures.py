@@ -470,10 +470,11 @@ def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     lowest = maps.fixed.min().item()
     titles = ("fixed position", "one sample", f"mean of {QUERY_DRAWS} samples")
     for axes, values, title in zip(panels, (maps.fixed, maps.sample, maps.mean), titles, strict=True):
-        axes.imshow(values.numpy(), cmap="viridis", vmin=lowest, vmax=1)
+        shown = axes.imshow(values.numpy(), cmap="viridis", vmin=lowest, vmax=1)
         remove_ticks(axes)
         mark_patch(axes, middle, positions.grid, positions.grid, "white")
-        axes.set_title(f"{title}\ncosine to all ψ, {lowest:.2f} to 1")
+        axes.set_title(title)
+    figure.colorbar(shown, ax=panels, shrink=0.8, label="cosine to all ψ")
     return figure
 
 
