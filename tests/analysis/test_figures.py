@@ -80,7 +80,7 @@ def test_all_figures_are_written_as_pdf_and_png(sweep, tmp_path, quick_theory):
         ("6", ["fixed", "tied-0.1", "tied-1.0"], 4 * 5 + 1),
         ("covariance", ["tied-0.1", "tied-1.0"], 3),
         ("loss", ["fixed", "tied-1.0"], 3),
-        ("positions", ["tied-0.25"], 4),
+        ("positions", ["tied-0.25"], 5),
     ],
 )
 def test_figures_have_their_axes_and_labels(sweep, name, kinds, axes):
