@@ -2,6 +2,7 @@
 
 import math
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Conditions:
     speed: SpeedConfig
 
 
-class LabelledTraining(Callback):
+class LabelledTraining(Callback, ABC):
     """Classifiers of labelled images in training: the step of a `Trainer`, and a callback that keeps the step's state.
 
     Args:
@@ -89,19 +90,19 @@ class LabelledTraining(Callback):
         self.order = ShuffledOrder(used.indices, batch_size // count, self.seed, rank, count, drop_last=False)
         self.steps_per_epoch = self.order.batches_per_epoch
 
+    @abstractmethod
     def lr(self, step: int) -> float:
         """Return the learning rate of a step, which `update` gets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def update(
         self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
     ) -> Outcome:
         """Take a step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
         """Return the class scores of each of the classifiers."""
-        raise NotImplementedError
 
     def __call__(self, batch: Batch, lr: float, seed: int) -> Outcome:
         """Take a step, unless a process has too few images."""
@@ -190,13 +191,13 @@ class TrainingTask(Task):
 
     trains = True
 
+    @abstractmethod
     def training(self) -> LabelledTraining:
         """Return the training, not yet started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def results(self, training: Any) -> Iterator[Score]:
         """Yield the scores of what was trained."""
-        raise NotImplementedError
 
     def train_set(self) -> LabelledSet:
         return self.data.train

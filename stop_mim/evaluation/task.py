@@ -1,5 +1,6 @@
 """Tasks: what an encoder is scored on. A task is one class in one file, registered by name; see `Task`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,7 @@ from stop_mim.results import Score
 TASKS: Registry[type["Task"]] = Registry("task", "stop_mim.evaluation.tasks")
 
 
-class Task:
+class Task(ABC):
     """One task with one encoder and one labelling of the data.
 
     A subclass defines `help`, `run` and, where it has options, `Options`: a dataclass whose fields become --NAME.FIELD.
@@ -48,9 +49,9 @@ class Task:
         protocol = self.subject.protocol(self.data)
         return {"name": protocol.name, "test_view": protocol.test_view, **plain(self.options)}
 
+    @abstractmethod
     def run(self) -> Iterator[Score]:
         """Yield the scores; called in all processes, and the scores of the main one count."""
-        raise NotImplementedError
 
 
 class FeatureTask(Task):
@@ -61,9 +62,9 @@ class FeatureTask(Task):
         if self.subject.ranks.is_main:
             yield from self.scores(train, test)
 
+    @abstractmethod
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
         """Yield the scores; nothing may be chosen by the test features."""
-        raise NotImplementedError
 
 
 def options_of(config: EvaluateConfig, name: str) -> Any:

@@ -129,53 +129,6 @@ def test_the_linear_probe_can_be_of_some_features_alone(run, alike):
     assert len(read_results(run / "results.json")) == 2, "other settings are another result"
 
 
-PLUGIN = '''
-from dataclasses import dataclass
-from typing import Annotated
-from stop_mim.constraints import ABOVE_ZERO, Checked
-from stop_mim.results import Score
-from stop_mim.evaluation.task import TASKS, FeatureTask
-
-@dataclass(frozen=True)
-class Options(Checked, group="mytask"):
-    """Distances to the means of the classes."""
-    option: Annotated[int, ABOVE_ZERO] = 1
-    """Which power of the distance."""
-
-@TASKS.register("mytask")
-class NearestMean(FeatureTask):
-    help = "the class with the nearest mean"
-    Options = Options
-
-    def scores(self, train, test):
-        features, queries = (part.features.last(1).on(self.subject.ranks.device) for part in (train, test))
-        means = [features[train.labels == number].mean(0) for number in range(self.data.classes)]
-        distances = [(queries - mean).norm(dim=1) ** self.options.option for mean in means]
-        right = sum(distances[label][row] == min(one[row] for one in distances) for row, label in enumerate(test.labels))
-        yield Score("nearest", 100 * float(right) / len(queries), variant={"power": self.options.option}, headline=True)
-'''
-
-
-def test_a_task_from_outside_is_one_file(run, colours, tmp_path):
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "nearest_mean.py").write_text(PLUGIN)
-    path = os.pathsep.join([str(tmp_path / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "STOP_MIM_PLUGINS": "nearest_mean", "PYTHONPATH": path}
-    options = ["--task", "mytask", "--data", str(colours), "--mytask.option", "3", "--speed.device", "cpu"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "stop_mim", "evaluate", str(run), *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "mytask/power=3/nearest" in ended.stdout
-    (found,) = read_results(run / "results.json")
-    assert (found.task, found.protocol["option"], value(found, "mytask/power=3/nearest")) == ("mytask", 3, 100)
-
-
 def test_the_help_lists_the_tasks_and_their_options(run, capsys):
     with pytest.raises(SystemExit):
         main(["evaluate", str(run), "--help"])

@@ -3,6 +3,7 @@
 A new kind is a class in a file here, or in a plugin, with the decorator `@SOURCES.register`.
 """
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from stop_mim.data.image_source import ImageSource
@@ -10,7 +11,7 @@ from stop_mim.errors import InputError
 from stop_mim.registry import Registry
 
 
-class SourceKind:
+class SourceKind(ABC):
     """A kind of dataset: which names belong to it, and how they are opened."""
 
     help: ClassVar[str]
@@ -26,9 +27,9 @@ class SourceKind:
         return name.startswith(cls.prefix) and len(name) > len(cls.prefix) > 0
 
     @classmethod
+    @abstractmethod
     def open(cls, name: str, split: str) -> ImageSource:
         """Open the dataset; one without splits is the same data for each split."""
-        raise NotImplementedError
 
 
 SOURCES: Registry[type[SourceKind]] = Registry("kind of dataset", "stop_mim.data.sources")
