@@ -7,18 +7,16 @@ how it is chosen and what is lost.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from stop_mim.constraints import ABOVE_ZERO, Checked, Interval, Number, OnlyWith
 from stop_mim.errors import InputError
+from stop_mim.options import MaskConfig, Range
 from stop_mim.positions import Grid, as_grid
 from stop_mim.registry import Registry
-
-Range = tuple[float, float]
 
 # Layouts drawn for each image, of which the first with enough context patches is used: with the default counts one in
 # twenty is short, so that less than one image in a hundred thousand stays short.
@@ -30,34 +28,6 @@ FEASIBLE_LAYOUTS, USUAL_LAYOUTS = 0.05, 0.5
 RELEASE_DRAWS = 100
 # This many blocks of the published sizes cover the published fraction of the patches in nearly all images.
 BLOCKWISE_DRAWS = 16
-
-MULTIBLOCK_ONLY = OnlyWith("masks.kind", ("multiblock",))
-
-
-@dataclass(frozen=True)
-class MaskConfig(Checked, group="masks"):
-    """Which patches are context and which are targets."""
-
-    kind: str = "multiblock"
-    """multiblock (I-JEPA's blocks), random (uniform, MAE) or blockwise (rectangles that are one target, data2vec)."""
-    n_blocks: Annotated[int, ABOVE_ZERO] = 4
-    """Target blocks an image."""
-    target_scale: Annotated[Range, Interval(1.0)] = (0.15, 0.2)
-    """Smallest and largest area of a target block, or of a blockwise rectangle, as a fraction of the image."""
-    target_aspect: Annotated[Range, Interval()] = (0.75, 1.5)
-    """Smallest and largest height over width of a target block, or of a blockwise rectangle."""
-    context_scale: Annotated[Range, Interval(1.0)] = (0.85, 1.0)
-    """Smallest and largest area of the context block, before the targets are removed from it."""
-    context_aspect: Annotated[Range, Interval()] = (1.0, 1.0)
-    """Smallest and largest height over width of the context block."""
-    target_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY] = None
-    """Patches kept of each target block; by default as many as nine blocks in ten have."""
-    context_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY] = None
-    """Patches kept of each context; by default as many as nineteen contexts in twenty have."""
-    mask_ratio: Annotated[float, Number("give a number above 0 and below 1", above=0, below=1)] = 0.75
-    """Fraction of the patches that random and blockwise masks make targets."""
-    compat: Annotated[Literal["release"] | None, MULTIBLOCK_ONLY] = None
-    """release: sample as the released I-JEPA and StoP code does, with its defects."""
 
 
 @dataclass(frozen=True)

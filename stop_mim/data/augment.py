@@ -6,8 +6,6 @@ equals torchvision's on one image.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int, UInt8
@@ -15,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2.functional import center_crop, resize
 
-from stop_mim.constraints import AT_LEAST_ZERO, FRACTION, Checked, Interval, Number
 from stop_mim.errors import InputError
+from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -35,34 +33,6 @@ _TOP, _LEFT, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _GREY, _
 N_DRAWS = 32
 
 _GREY_WEIGHTS = (0.2989, 0.587, 0.114)
-
-
-@dataclass(frozen=True)
-class AugmentConfig(Checked, group="augment"):
-    """How training images are changed; the defaults are the paper's recipe, a random resized crop and nothing else."""
-
-    crop_scale: Annotated[tuple[float, float], Interval(at_most=1.0)] = (0.3, 1.0)
-    """Smallest and largest area of a crop, as a fraction of the image."""
-    crop_ratio: Annotated[tuple[float, float], Interval()] = (3 / 4, 4 / 3)
-    """Smallest and largest width over height of a crop."""
-    flip_probability: Annotated[float, FRACTION] = 0.0
-    """Probability that an image is mirrored left to right."""
-    blur_probability: Annotated[float, FRACTION] = 0.0
-    """Probability that an image is blurred."""
-    blur_sigma: Annotated[tuple[float, float], Interval()] = (0.1, 2.0)
-    """Smallest and largest standard deviation of the blur, in pixels."""
-    grey_probability: Annotated[float, FRACTION] = 0.0
-    """Probability that an image becomes grey."""
-    jitter_probability: Annotated[float, FRACTION] = 0.0
-    """Probability that an image's brightness, contrast, saturation and hue are changed, in this order."""
-    jitter_brightness: Annotated[float, AT_LEAST_ZERO] = 0.4
-    """Largest relative change of brightness."""
-    jitter_contrast: Annotated[float, AT_LEAST_ZERO] = 0.4
-    """Largest relative change of contrast."""
-    jitter_saturation: Annotated[float, AT_LEAST_ZERO] = 0.4
-    """Largest relative change of saturation."""
-    jitter_hue: Annotated[float, Number("give a number from 0 to 0.5", at_least=0, at_most=0.5)] = 0.1
-    """Largest shift of hue, in turns of the colour wheel (0.5 reaches the opposite colour)."""
 
 
 def draw(seed: int, epoch: int, images: Int[Tensor, " b"]) -> Draws:

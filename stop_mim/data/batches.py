@@ -40,9 +40,7 @@ from stop_mim.data.lookahead import mapped, prefetched
 from stop_mim.data.order import Order
 from stop_mim.data.stored import Progress, StoredImages, is_cacheable, store_images
 from stop_mim.errors import InputError
-
-LoaderMode = Literal["auto", "resident", "streaming"]
-Decode = Literal["auto", "cpu", "gpu"]
+from stop_mim.options import Decode, LoaderMode
 
 ENOUGH_WORKERS = 7
 """So many decode photographs faster than a GPU does that trains a ViT-B/16 meanwhile; docs/performance.md has numbers."""

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.batches import Batch, Batches, Placement
 from stop_mim.data.cache import cache_folder, require_writable_cache
 from stop_mim.data.image_source import digest
@@ -26,6 +25,7 @@ from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.protocols import Protocol
 from stop_mim.evaluation.task import Task
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.options import AugmentConfig
 from stop_mim.results import Score
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
 from stop_mim.training.callbacks.progress import ShowProgress

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stop_mim.data.augment import STORED_TO_USED, AugmentConfig, RandomCrop, TestView, WholeImage
+from stop_mim.data.augment import STORED_TO_USED, RandomCrop, TestView, WholeImage
 from stop_mim.data.image_source import ImageSource, common_size
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.options import AugmentConfig
 
 
 @dataclass(frozen=True)

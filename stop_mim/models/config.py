@@ -1,14 +1,13 @@
 """Options of the model: objective, encoder, predictor, positions and masks. All of them change results.
 
-The docstring of a field is its help on the command line. The options of masks are in `stop_mim/masking.py`.
+The docstring of a field is its help on the command line. The options of masks are in `stop_mim/options.py`.
 """
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each, OnlyWith
-from stop_mim.masking import MaskConfig
-from stop_mim.positions import ApplyTo, Convention
+from stop_mim.options import ApplyTo, Convention, MaskConfig
 
 EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
 TargetResolution = Literal["full", "bilinear", "max"]

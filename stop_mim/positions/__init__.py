@@ -4,10 +4,10 @@ This package needs torch alone, so that it fits into any masked-image model. `no
 not the paper's.
 """
 
+from stop_mim.options import ApplyTo, Convention
 from stop_mim.positions.covariance import COVARIANCES, Covariance, make_covariance
 from stop_mim.positions.deterministic import (
     PROJECTION_INIT_STD,
-    ApplyTo,
     Grid,
     LearnedPositions,
     Positions,
@@ -19,7 +19,7 @@ from stop_mim.positions.deterministic import (
 )
 from stop_mim.positions.jittered import JitteredPositions, shifted_positions
 from stop_mim.positions.noise_scale import NoiseScale
-from stop_mim.positions.stochastic import Convention, StochasticPositions, stochastic_positions
+from stop_mim.positions.stochastic import StochasticPositions, stochastic_positions
 
 __all__ = [
     "COVARIANCES",

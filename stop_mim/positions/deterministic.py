@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
+from stop_mim.options import ApplyTo
 
 Grid = tuple[int, int]
 Tokens = Literal["masked", "context"]
-ApplyTo = Literal["masked", "context", "both", "none"]
 
 PROJECTION_INIT_STD = 0.02
 

@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
+from stop_mim.options import ApplyTo, Convention
 from stop_mim.positions.covariance import make_covariance
-from stop_mim.positions.deterministic import ApplyTo, Positions, Tokens, check_choice
+from stop_mim.positions.deterministic import Positions, Tokens, check_choice
 from stop_mim.positions.noise_scale import NoiseScale
-
-Convention = Literal["paper", "release"]
 
 
 def stochastic_positions(

@@ -18,10 +18,9 @@ from stop_mim.constraints import (
     Each,
     Number,
 )
-from stop_mim.data.augment import AugmentConfig
-from stop_mim.data.batches import Decode, LoaderMode
 from stop_mim.errors import InputError
-from stop_mim.models.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
+from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
+from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ A variant is `dataclasses.replace`, or an option on the command line. A plugin a
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stop_mim.data.augment import AugmentConfig
+from stop_mim.options import AugmentConfig, MaskConfig
 from stop_mim.registry import Registry
 from stop_mim.training.config import (
     CheckpointConfig,
     EncoderConfig,
     LogConfig,
-    MaskConfig,
     ObjectiveConfig,
     OptimConfig,
     PositionsConfig,

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import LabelledSet
@@ -26,6 +25,7 @@ from stop_mim.evaluation.subject import Subject
 from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions
 from stop_mim.models.encoder import Dimensions, create_encoder
+from stop_mim.options import AugmentConfig
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 

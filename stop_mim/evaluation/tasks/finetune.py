@@ -31,13 +31,13 @@ from stop_mim.constraints import (
     Interval,
     Number,
 )
-from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
 from stop_mim.evaluation.task import TASKS, options_of, plain
 from stop_mim.evaluation.tasks.low_shot import check_draws, label_draws
 from stop_mim.models.encoder import Encoder
+from stop_mim.options import AugmentConfig
 from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for

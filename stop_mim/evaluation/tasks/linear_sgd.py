@@ -16,7 +16,6 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each, Number
-from stop_mim.data.augment import AugmentConfig
 from stop_mim.data.labelled import LabelledSet, hold_out
 from stop_mim.errors import TrainingDiverged
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME
@@ -25,6 +24,7 @@ from stop_mim.evaluation.linear_heads import Head, LinearHeads, inverse_curvatur
 from stop_mim.evaluation.protocols import Protocol
 from stop_mim.evaluation.task import TASKS
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.options import AugmentConfig
 from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.distributed import reduce_mean, share

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, View, WholeImage
+from stop_mim.data.augment import RandomCrop, TestView, View, WholeImage
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batch, Batches, Placement
 from stop_mim.data.image_source import ImageSource, common_size, digest
@@ -28,6 +28,7 @@ from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.neighbours import knn_votes
+from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
