@@ -154,13 +154,15 @@ class Resume:
     speed: Annotated[Any, _imported("stop_mim.training.config:SpeedConfig")]
     checkpoint: Path | None = None
     """Checkpoint to continue from, instead of the newest one."""
+    or_older: bool = False
+    """Where the newest checkpoint is damaged, continue from the newest good one; for unattended restarts."""
     stop_after_steps: int | None = None
     """Stop and save after this step of the whole run."""
 
     def __call__(self) -> None:
         from stop_mim.training.pretrain import resume
 
-        _report_end(resume(self.run, self.checkpoint, self.speed, self.stop_after_steps))
+        _report_end(resume(self.run, self.checkpoint, self.speed, self.stop_after_steps, or_older=self.or_older))
 
 
 @COMMANDS.register("evaluate")

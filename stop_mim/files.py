@@ -2,12 +2,15 @@
 
 import errno
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from safetensors import SafetensorError, safe_open
 
 from stop_mim.errors import InputError
 
@@ -43,7 +46,8 @@ def why_not_written(folder: Path) -> str:
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file in the same folder, then move it to `path` in one step.
 
-    A link stays, and its target is written; a device or a pipe is never replaced by a file.
+    A link stays, and its target is written; a device or a pipe is never replaced by a file. When this returns, file and name
+    are on the disk. A full disk is an OSError, whatever the library raises that writes.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -53,7 +57,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     os.close(handle)
     temporary = Path(name)
     try:
-        write(temporary)
+        with failures_as_oserror(path):
+            write(temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         # mkstemp's files are for their owner alone; others may read what we write, as far as the umask allows.
@@ -61,8 +66,54 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def failures_as_oserror(path: Path) -> Iterator[None]:
+    """Turn the errors that safetensors and torch raise for a failed write into OSError, with the path."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+    except RuntimeError as error:
+        # torch does not say why it cannot write; it is hardly ever anything else than a full disk.
+        if "PytorchStreamWriter" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk: without it a renamed file may be lost with the power."""
+    # Some file systems, and Windows, have no such thing.
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tensors of a file, mapped into memory, and its metadata; raise InputError if it is damaged.
+
+    Args:
+        path: the file; a pipe or a device is refused, since reading it may never end.
+        tensors: False reads the metadata alone.
+    """
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} cannot be read: it is not a regular file.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys() if tensors else ()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except SafetensorError as error:
+        raise InputError(f"{path} cannot be read as safetensors ({error}): save or copy it again.") from error
 
 
 def remove_temporaries(folder: Path, names: Iterable[str]) -> None:

@@ -2,7 +2,8 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -12,6 +13,8 @@ from stop_mim.data.decode import BadImage, OpenedImage, decode_image, image_size
 from stop_mim.errors import InputError
 
 SIZES_LOOKED_AT = 256
+# Bytes of large files that a fingerprint depends on: places in a file, and all places together.
+SAMPLES_A_FILE, SAMPLES, BYTES_A_SAMPLE = 64, 4096, 4096
 
 
 class ImageSource(ABC):
@@ -40,6 +43,10 @@ class ImageSource(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """A short hexadecimal name of the contents: it changes when the data change."""
+
+    def contents(self) -> str:
+        """Like `fingerprint`, but the same for a copy of the data: it depends on names, sizes and bytes, not on times."""
+        return self.fingerprint()
 
     def image_name(self, index: int) -> str:
         """The name of the image in lists of images: its file's name where it has one, with / between folders."""
@@ -121,6 +128,18 @@ def locate(ends: Int[np.ndarray, " parts"], index: int) -> tuple[int, int]:
     """Return the part that an index falls into, and the place within it, where each part ends before `ends`."""
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
+
+
+def file_identity(path: Path, samples: int, times: bool) -> Iterator[object]:
+    """Yield a file's name and size, bytes from so many places all over it, and its time if `times` is set."""
+    state = path.stat()
+    yield from (path.name, state.st_size)
+    if times:
+        yield state.st_mtime_ns
+    with open(path, "rb") as file:
+        for start in np.linspace(0, max(0, state.st_size - BYTES_A_SAMPLE), samples, dtype=np.int64).tolist():
+            file.seek(start)
+            yield file.read(BYTES_A_SAMPLE)
 
 
 def digest(parts: Iterable[object]) -> str:

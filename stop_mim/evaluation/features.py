@@ -188,10 +188,7 @@ def _write_chunk(path: Path, parts: list[tuple[Tensor, Tensor]]) -> None:
             "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
         )
     tensors = {"features": features.cpu(), "indices": indices}
-    try:
-        write_atomically(path, lambda file: save_file(tensors, file))
-    except SafetensorError as error:
-        raise InputError(f"The features {path} cannot be written ({error}): free some space there.") from error
+    write_atomically(path, lambda file: save_file(tensors, file))
 
 
 def _chunk_file(folder: Path, chunk: int) -> Path:

@@ -11,6 +11,7 @@ from stop_mim.errors import InputError, MissingExtra
 from stop_mim.exchange.card import Origin, model_card, read_scores
 from stop_mim.exchange.formats import EXPORTERS, Place
 from stop_mim.exchange.loading import load_encoder, run_of, split_part
+from stop_mim.files import failures_as_oserror, sync_folder
 from stop_mim.models.encoder import ENCODER_FILE, Encoder
 from stop_mim.training.run_folder import RunFolder
 
@@ -62,7 +63,8 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
-        write(temporary)
+        with failures_as_oserror(path):
+            write(temporary)
         # Temporary folders, and the files of some libraries, are private: give them the modes of ordinary new files.
         umask = os.umask(0)
         os.umask(umask)
@@ -72,6 +74,7 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
             file.chmod(0o666 & ~umask)
         temporary.chmod(0o777 & ~umask)
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from stop_mim.errors import InputError
+from stop_mim.files import read_safetensors
 from stop_mim.models.encoder import (
     FILE_FORMAT,
     NORM_EPS,
@@ -24,7 +25,6 @@ from stop_mim.models.encoder import (
     encoder_of,
     fill_encoder,
     mlp_ratio,
-    read_safetensors,
     require_depth,
     shell,
 )

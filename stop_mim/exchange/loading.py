@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stop_mim.errors import InputError
@@ -18,6 +17,7 @@ from stop_mim.exchange.importing import (
     read_timm_folder,
 )
 from stop_mim.exchange.released import PARTS, Part, is_release, is_state, read_pickle, released_encoder, state_of
+from stop_mim.files import read_safetensors
 from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import (
     ENCODER_FILE,
@@ -27,7 +27,6 @@ from stop_mim.models.encoder import (
     encoder_of,
     load_timm_encoder,
     misfit,
-    read_safetensors,
 )
 from stop_mim.models.hub_encoder import load_hub_encoder
 from stop_mim.registry import Registry
@@ -60,10 +59,11 @@ def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
         if str(name).startswith(prefix):
             return load(str(name).removeprefix(prefix), pretrained)
     path, part = split_part(name)
-    if not path.exists():
-        raise InputError(f"There is no encoder '{name}': give {_known()}.")
     if path.is_dir():
         return _from_folder(path)
+    # A pipe in its place would be waited for without end.
+    if not path.is_file():
+        raise InputError(f"There is no encoder '{name}': give {_known()}.")
     return _from_safetensors(path) if path.suffix == SAFETENSORS else _from_pickle(path, part)
 
 
@@ -112,9 +112,8 @@ def run_of(name: str | Path) -> Path | None:
 def is_checkpoint(path: Path) -> bool:
     """Return whether a file is a checkpoint of a run."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("format") == CHECKPOINT_FORMAT
-    except (SafetensorError, OSError):
+        return read_safetensors(path, tensors=False)[1].get("format") == CHECKPOINT_FORMAT
+    except (InputError, OSError):
         return False
 
 

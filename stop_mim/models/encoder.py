@@ -15,7 +15,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from timm.layers import Attention, LayerNorm, Mlp, resample_abs_pos_embed
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -303,15 +302,6 @@ def save_encoder(encoder: Encoder, path: Path) -> None:
     metadata = encoder_metadata(encoder)
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.vit.state_dict().items()}
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
-
-
-def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except SafetensorError as error:
-        raise InputError(f"{path} cannot be read as safetensors ({error}): save or copy it again.") from error
 
 
 def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> Encoder:

@@ -1,21 +1,30 @@
 """Checkpoint files: written atomically, verified by a checksum when they are read."""
 
-import errno
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
+from stop_mim.files import read_safetensors, write_atomically
 
-FILE_FORMAT = "stop-mim checkpoint 1"
+FILE_VERSION = 1
+FILE_FORMAT = f"stop-mim checkpoint {FILE_VERSION}"
+
+
+class NewerCheckpoint(InputError):
+    """A checkpoint that only a newer version of stop-mim can read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"The checkpoint {path} was saved by a newer version of stop-mim: install that version, or start a new run."
+        )
 
 
 @dataclass(frozen=True)
@@ -32,23 +41,24 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in checkpoint.tensors.items()}
     metadata = {"format": FILE_FORMAT, "step": str(checkpoint.step), "state": json.dumps(checkpoint.state)}
     metadata["checksum"] = _checksum(tensors, metadata)
-    try:
-        write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
-    except SafetensorError as error:
-        # safetensors has its own error for a full disk.
-        raise OSError(errno.EIO, str(error), str(path)) from error
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify a checkpoint; raise InputError if the file is not a good one."""
+    """Read and verify a checkpoint; raise InputError if the file is not a good one.
+
+    The tensors are mapped: the file keeps its space on the disk until they are gone, even if it is deleted.
+    """
     remedy = "resume from an older one with --checkpoint FILE, or start a new run"
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"The checkpoint {path} cannot be read ({error}): {remedy}.") from error
+        tensors, metadata = read_safetensors(path)
+    except (InputError, OSError) as error:
+        reason = str(error).rstrip(".")
+        raise InputError(f"The checkpoint {path} cannot be read ({reason}): {remedy}.") from error
     if metadata.get("format") != FILE_FORMAT:
+        version = re.fullmatch(r"stop-mim checkpoint (\d+)", metadata.get("format", ""))
+        if version is not None and int(version[1]) > FILE_VERSION:
+            raise NewerCheckpoint(path)
         raise InputError(f"{path} is not a checkpoint of stop-mim: {remedy}.")
     if metadata.pop("checksum", None) != _checksum(tensors, metadata):
         raise InputError(f"The checkpoint {path} is damaged (wrong checksum): {remedy}.")

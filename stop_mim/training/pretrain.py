@@ -26,7 +26,7 @@ from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
 from stop_mim.training.callbacks.probe import ProbeData, RunProbe, make_probe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
-from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks, broadcast, process_group, share, wait_for_all
 from stop_mim.training.inputs import ImageBatches, StepInputs
@@ -94,6 +94,7 @@ def resume(
     speed: SpeedConfig | None = None,
     stop_after_steps: int | None = None,
     console: Console | None = None,
+    or_older: bool = False,
 ) -> TrainResult:
     """Continue a run as if it had not been stopped.
 
@@ -103,28 +104,28 @@ def resume(
         speed: replaces the run's own speed group.
         stop_after_steps: stop (and save) after so many steps of the whole run.
         console: where progress is shown; default: standard error.
+        or_older: where the newest checkpoint is damaged, continue from the newest good one.
     """
     folder = RunFolder(Path(path))
     begun = folder.config()
     config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
-    file = checkpoint or folder.newest_checkpoint()
-    saved = None if file is None else read_checkpoint(file)
+    saved, damaged = open_checkpoint(folder, checkpoint, or_older)
     if saved is None and (weights := folder.initial_weights()) is not None:
         raise InputError(
             f"{path} was to begin with {weights}, which was never saved: start it again with another --out."
-        )
-    if saved is not None and saved.state.get("run", {}).get("version") != CHECKPOINT_VERSION:
-        raise InputError(
-            f"{file} was saved by another version of stop-mim, whose runs cannot be resumed: start a new run."
         )
     with (
         process_group(config.speed.device) as ranks,
         folder.lock(ranks.is_main),
         ProgressDisplay(console, ranks.is_main, folder.log) as display,
     ):
+        for error in damaged:
+            display.warn(f"{error} An older checkpoint is taken instead, as --or-older asks for.")
         parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
         if saved is not None:
             parts.trainer.restore(saved)
+            # Its tensors are mapped: they would keep the file's space when it is replaced by newer ones.
+            saved = None
         step = parts.trainer.done
         if stop_after_steps is not None and stop_after_steps < step:
             raise InputError(f"stop_after_steps is {stop_after_steps}, and step {step} is done: give a later step.")
@@ -133,6 +134,43 @@ def resume(
             folder.record_environment({"resumed_at_step": step})
         wait_for_all(ranks)
         return run(parts, folder, display)
+
+
+def open_checkpoint(
+    folder: RunFolder, given: Path | None, or_older: bool
+) -> tuple[Checkpoint | None, list[InputError]]:
+    """Return the checkpoint to continue from, None for a run without any, and the errors of damaged newer ones.
+
+    A damaged checkpoint is an InputError that names the newest good one before it; with `or_older` that one is taken.
+    """
+    files = [given] if given is not None else [*reversed(checkpoints_in(folder.checkpoints).values())]
+    damaged: list[InputError] = []
+    for file in files:
+        try:
+            saved = read_checkpoint(file)
+        except NewerCheckpoint:
+            raise
+        except InputError as error:
+            damaged.append(error)
+            continue
+        if damaged and not or_older:
+            raise InputError(f"{damaged[0]} The checkpoint of step {saved.step} is good: --or-older takes it.")
+        check_version(saved, file)
+        return saved, damaged
+    if damaged:
+        raise damaged[0]
+    return None, []
+
+
+def check_version(saved: Checkpoint, file: Path) -> None:
+    """Refuse a checkpoint of another version, whose runs continue with other random draws."""
+    version = saved.state.get("run", {}).get("version")
+    if isinstance(version, int) and version > CHECKPOINT_VERSION:
+        raise NewerCheckpoint(file)
+    if version != CHECKPOINT_VERSION:
+        raise InputError(
+            f"{file} was saved by another version of stop-mim, whose runs cannot be resumed: start a new run."
+        )
 
 
 def prepare(
@@ -258,10 +296,12 @@ def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:
     return {
         "version": CHECKPOINT_VERSION,
         "data": images.source.fingerprint(),
+        "contents": images.source.contents(),
         **images.choices,
         "world_size": inputs.ranks.world_size,
         "batch_size_per_device": inputs.per_device,
         "device": inputs.ranks.device.type,
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -275,12 +315,18 @@ def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch
 
 def check_continuation(before: Mapping[str, Any], now: Mapping[str, Any], data: str, display: ProgressDisplay) -> None:
     """Refuse other data than those of the checkpoint; warn of what makes random draws differ."""
-    if before["data"] != now["data"]:
+    # A copy of the data has other times. Checkpoints of earlier versions have no contents.
+    if before["data"] != now["data"] and before.get("contents") != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
     if any(before[name] != now[name] for name in ("world_size", "batch_size_per_device")):
         display.warn(
             f"This run began with {before['world_size']} process(es) of {before['batch_size_per_device']} images and "
             f"continues with {now['world_size']} of {now['batch_size_per_device']}, with other random draws."
+        )
+    if now["device"] == "cpu" and before.get("threads", now["threads"]) != now["threads"]:
+        display.warn(
+            f"This run used {before['threads']} CPU thread(s) and continues with {now['threads']}: sums are rounded "
+            f"differently, so that it does not continue bit for bit; set OMP_NUM_THREADS={before['threads']} to avoid it."
         )
     if before["loader"] != now["loader"]:
         display.warn(

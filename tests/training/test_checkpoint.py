@@ -1,5 +1,6 @@
 """Checkpoints: bit-exact, whole or not there, and refused when anything about them is wrong."""
 
+import os
 import random
 import re
 
@@ -85,7 +86,7 @@ def test_a_flipped_bit_anywhere_and_a_truncated_file_are_refused(tmp_path):
     save_checkpoint(small(), path)
     whole = path.read_bytes()
     chance = random.Random(0)
-    for place in range(0, len(whole), 3):
+    for place in range(0, len(whole), 11):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
@@ -103,9 +104,13 @@ def test_files_of_others_are_refused(tmp_path):
         lambda: save_file({"weight": torch.zeros(3)}, path, {"format": "pt"}),
         lambda: torch.save({"weight": torch.zeros(3)}, path),
         lambda: path.write_bytes(b""),
+        lambda: (path.unlink(), os.mkfifo(path)),
     ):
         write()
         refuse(path)
+    path.unlink()
+    save_file({}, path, {"format": "stop-mim checkpoint 2"})
+    assert "newer version" in refuse(path)
     assert "--checkpoint" in refuse(tmp_path / "missing.safetensors")
     refuse(tmp_path)
 

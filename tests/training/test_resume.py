@@ -1,6 +1,7 @@
 """A run that goes on: bit for bit as if it had never stopped, or refused, but never restarted in silence."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,14 +140,15 @@ def test_the_status_tells_where_a_run_is(tmp_path, monkeypatch):
     assert state() == ("finished", TOTAL, TOTAL)
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+def test_a_checkpoint_of_another_version_is_refused_with_its_own_sentence(tmp_path):
     run(tiny_config(out=tmp_path / "run", stop_after_steps=2))
     newest = RunFolder(tmp_path / "run").newest_checkpoint()
     saved = read_checkpoint(newest)
-    del saved.state["run"]
-    save_checkpoint(saved, newest)
-    with pytest.raises(InputError, match=f"{newest.name} was saved by another version"):
-        go_on(tmp_path / "run")
+    for version, sentence in ((3, "was saved by a newer version"), (1, "was saved by another version")):
+        saved.state["run"]["version"] = version
+        save_checkpoint(saved, newest)
+        with pytest.raises(InputError, match=f"{newest.name} {sentence}"):
+            go_on(tmp_path / "run", or_older=True)
 
 
 def damage(path):
@@ -155,37 +157,57 @@ def damage(path):
     path.write_bytes(content)
 
 
-def test_a_damaged_newest_checkpoint_is_never_passed_over_in_silence(tmp_path):
-    run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
-    newest = RunFolder(tmp_path / "run").newest_checkpoint()
-    damage(newest)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match=newest.name):
-        go_on(tmp_path / "run")
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-
-
-def test_an_older_checkpoint_can_be_named_and_the_damaged_one_is_out_of_the_way(tmp_path, finished):
+def test_a_damaged_newest_checkpoint_is_never_passed_over_in_silence(tmp_path, finished):
     run(tiny_config(out=tmp_path / "run", stop_after_steps=MID_EPOCH))
     steps = checkpoints_in(tmp_path / "run" / "checkpoints")
     assert list(steps) == [8, 10]
     damage(steps[10])
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=rf"{steps[10].name}.*The checkpoint of step 8 is good: --or-older"):
+        go_on(tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    shutil.copytree(tmp_path / "run", tmp_path / "named")
     # Were the damaged one still there, it would be the newest, and the new one of step 9 would be pruned for it.
-    go_on(tmp_path / "run", checkpoint=steps[8], stop_after_steps=9)
-    assert max(checkpoints_in(tmp_path / "run" / "checkpoints")) == 9
-    go_on(tmp_path / "run")
+    go_on(tmp_path / "named", checkpoint=tmp_path / "named" / "checkpoints" / steps[8].name, stop_after_steps=9)
+    assert max(checkpoints_in(tmp_path / "named" / "checkpoints")) == 9
+    result, text = quietly(resume, tmp_path / "run", or_older=True)
+    assert result.finished
+    assert f"{steps[10].name} is damaged" in text
     assert_same_checkpoint(checkpoint_at(finished, TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
+    for path in checkpoints_in(tmp_path / "run" / "checkpoints").values():
+        damage(path)
+    # Never from the start, which would lose everything.
+    with pytest.raises(InputError, match="is damaged"):
+        go_on(tmp_path / "run", or_older=True)
 
 
-def test_changed_data_are_refused(tmp_path):
-    data = write_images(tmp_path / "images")
-    run(tiny_config(data, tmp_path / "run", stop_after_steps=4))
-    state = (data / "000.png").stat()
-    os.utime(data / "000.png", ns=(state.st_atime_ns, state.st_mtime_ns + 1_000_000_000))
+def test_a_copy_of_the_data_is_the_same_data_and_other_pixels_are_not(tmp_path):
+    data = write_images(tmp_path / "images", count=16)
+    run(tiny_config(data, tmp_path / "run", stop_after_steps=1))
+    image = data / "000.png"
+    content, (access, changed) = image.read_bytes(), (image.stat().st_atime_ns, image.stat().st_mtime_ns)
+    image.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(InputError, match="have changed"):
         go_on(tmp_path / "run")
-    os.utime(data / "000.png", ns=(state.st_atime_ns, state.st_mtime_ns))
-    assert go_on(tmp_path / "run").finished
+    image.write_bytes(content)
+    os.utime(image, ns=(access, changed + 1_000_000_000))
+    assert go_on(tmp_path / "run", stop_after_steps=2).step == 2
+
+
+def test_a_resumed_run_does_not_keep_the_old_checkpoint_on_the_disk(tmp_path, monkeypatch):
+    mapped = []
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=1))
+    monkeypatch.setattr(SaveRun, "after_step", lambda *given: mapped.append(Path("/proc/self/maps").read_text()))
+    go_on(tmp_path / "run", stop_after_steps=2)
+    assert mapped
+    assert not any(str(tmp_path) in maps for maps in mapped)
+
+
+def test_another_number_of_threads_is_told(tmp_path, monkeypatch):
+    run(tiny_config(out=tmp_path / "run", stop_after_steps=1))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    _, text = quietly(resume, tmp_path / "run", stop_after_steps=2)
+    assert "This run used 1 CPU thread(s) and continues with 3" in text
 
 
 def test_another_batch_size_per_device_is_told(tmp_path):

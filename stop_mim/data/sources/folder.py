@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,9 @@ from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
 from stop_mim.data.splits import are_splits, choose_split
 from stop_mim.errors import InputError
+
+WHOLE_BYTES, FILES_LOOKED_AT = 2**28, 256
+"""`contents` depends on all bytes of files that have no more together, else on those of so many files."""
 
 
 @SOURCES.register("folder")
@@ -90,16 +94,31 @@ class FileSource(ImageSource):
         return os.fsdecode(bytes(self._paths[index])).replace(os.sep, "/")
 
     def fingerprint(self) -> str:
-        labels = (part for key in sorted(self.labels) for part in (key, self.labels[key].tobytes()))
-        return digest([*self._file_states(), *labels])
+        return digest(self._identity(times=True))
 
-    def _file_states(self) -> Iterator[object]:
+    def contents(self) -> str:
+        """Names and sizes of all files, and the bytes of all files or, of more than 256 MiB, of 256 of them."""
+        return digest(self._identity(times=False))
+
+    def _identity(self, times: bool) -> Iterator[object]:
+        total = 0
         for index in range(len(self)):
-            try:
-                state = os.stat(self.describe(index))
-                yield from (self.image_name(index), state.st_size, state.st_mtime_ns)
-            except OSError:
-                yield from (self.image_name(index), -1, -1)
+            state = self._state(index)
+            total += max(0, state[0])
+            yield from (self.image_name(index), *(state if times else state[:1]))
+        for key in sorted(self.labels):
+            yield from (key, self.labels[key].tobytes())
+        if not times:
+            for index in range(0, len(self), 1 if total <= WHOLE_BYTES else max(1, len(self) // FILES_LOOKED_AT)):
+                with suppress(BadImage):
+                    yield self.encoded(index)
+
+    def _state(self, index: int) -> tuple[int, int]:
+        try:
+            state = os.stat(self.describe(index))
+        except OSError:
+            return -1, -1
+        return state.st_size, state.st_mtime_ns
 
 
 def sub_folders(folder: Path) -> tuple[str, ...]:

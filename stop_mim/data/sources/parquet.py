@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from stop_mim.data.cache import cached_file
 from stop_mim.data.decode import BadImage
-from stop_mim.data.image_source import ImageSource, class_labels, digest, locate
+from stop_mim.data.image_source import SAMPLES_A_FILE, ImageSource, class_labels, digest, file_identity, locate
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.splits import SPLIT_NAMES, choose_split
 from stop_mim.errors import InputError, first_line
@@ -32,8 +32,6 @@ MEMORY_LIMIT = 2 * 2**30
 _ROWS_A_BATCH = 256
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label", "labels")
-# Bytes of a file that its fingerprint depends on; the last sample lies in the footer.
-_SAMPLES, _BYTES_A_SAMPLE = 64, 4096
 
 
 @SOURCES.register("parquet")
@@ -209,7 +207,13 @@ class ParquetSource(TableSource):
         return file
 
     def fingerprint(self) -> str:
-        return digest(part for path in self.paths for part in _file_identity(path))
+        return self._digest(times=True)
+
+    def contents(self) -> str:
+        return self._digest(times=False)
+
+    def _digest(self, times: bool) -> str:
+        return digest(part for path in self.paths for part in file_identity(path, SAMPLES_A_FILE, times))
 
     def load_column(self) -> pa.ChunkedArray:
         if sum(path.stat().st_size for path in self.paths) < MEMORY_LIMIT:
@@ -266,13 +270,3 @@ def _reading(path: Path) -> Iterator[None]:
     except Exception as error:
         reason = first_line(error).rstrip(".")
         raise InputError(f"{path} cannot be read as parquet ({reason}): give a whole parquet file.") from error
-
-
-def _file_identity(path: Path) -> Iterator[object]:
-    """Yield the name, size and time of a file, and bytes from all over it: a shuffled copy has another identity."""
-    state = path.stat()
-    yield from (path.name, state.st_size, state.st_mtime_ns)
-    with open(path, "rb") as file:
-        for start in np.linspace(0, max(0, state.st_size - _BYTES_A_SAMPLE), _SAMPLES, dtype=np.int64).tolist():
-            file.seek(start)
-            yield file.read(_BYTES_A_SAMPLE)

@@ -11,7 +11,15 @@ import numpy as np
 
 from stop_mim.data.cache import CacheError, cached_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage
-from stop_mim.data.image_source import ImageSource, class_labels, digest, locate
+from stop_mim.data.image_source import (
+    SAMPLES,
+    SAMPLES_A_FILE,
+    ImageSource,
+    class_labels,
+    digest,
+    file_identity,
+    locate,
+)
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.errors import InputError, MissingExtra, first_line
 
@@ -66,6 +74,10 @@ class ShardSource(ImageSource):
 
     def fingerprint(self) -> str:
         return digest(part for path in self.paths for part in (path.name, *_state(path)))
+
+    def contents(self) -> str:
+        samples = max(1, min(SAMPLES_A_FILE, SAMPLES // len(self.paths)))
+        return digest(part for path in self.paths for part in file_identity(path, samples, times=False))
 
     def _member(self, index: int) -> str:
         return os.fsdecode(bytes(self._members[index]))

@@ -60,7 +60,7 @@ class ProbeData:
 def open_probe_data(name: str, label: str = "auto") -> ProbeData:
     """Open both splits of a labelled dataset; raise InputError if splits, labels or classes are missing."""
     train, test = open_source(name, "train"), open_source(name, "test")
-    contents = [train.fingerprint(), test.fingerprint()]
+    contents = [train.contents(), test.contents()]
     # A name without splits is the same data for each.
     if contents[0] == contents[1]:
         raise InputError(f"probe.data is '{name}': it has no test split of its own; give a dataset with two splits.")
