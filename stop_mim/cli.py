@@ -3,7 +3,6 @@
 Modules that import torch are imported inside functions, so that help and mistyped commands answer at once.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import errno
@@ -15,7 +14,7 @@ import pkgutil
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,33 +23,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, arg, subcommand
+from tyro.conf import Positional, Suppress, arg, subcommand
 
 import stop_mim
 from stop_mim.errors import InputError, TrainingDiverged
+from stop_mim.parsing import imported, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import TrainResult
 
-try:
-    # Not public yet. Without it, tyro prints its own message and exits with the same code.
-    from tyro import _errors as tyro_errors
-except ImportError:
-    tyro_errors = None  # type: ignore[assignment]
-
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
-# Fields of commands whose own fields are options without a prefix.
-UNPREFIXED = ("run", "config")
+# Export formats of the package; those of plugins are known when the plugin is loaded.
+FORMATS = ("timm", "hf", "onnx", "export")
 
 COMMANDS: Registry[Any] = Registry("command")
-
-
-def _imported(path: str, **options: Any) -> Any:
-    """Annotate a field whose type is imported when its command is parsed; name="" leaves out the prefix of its options."""
-    return arg(constructor_factory=lambda: pkgutil.resolve_name(path), **options)
-
 
 TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
 EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
@@ -62,6 +50,8 @@ NAMED = {
     "bench": "stop_mim.training.recipes:RECIPES",
     "sweep": "stop_mim.sweeps.grid:SWEEPS",
 }
+# Commands whose first argument is a path, unless it has a prefix such as timm:, and what it is a path of.
+PATHS = {"resume": "run", "evaluate": "encoder", "export": "encoder"}
 # What to do about failed file operations.
 REMEDIES = {
     errno.ENOENT: "check the path",
@@ -71,27 +61,23 @@ REMEDIES = {
 }
 
 
-def _one_of(options: dict[str, tuple[Any, str]]) -> Any:
-    """Return subcommands by name, each with its default and its line of help."""
-    kinds = [
-        Annotated[type(default), subcommand(name, default=default, description=text)]
-        for name, (default, text) in options.items()
-    ]
-    return functools.reduce(operator.or_, kinds)
-
-
 def _recipes(kind: Callable[..., Any]) -> Any:
     """Return a subcommand for each recipe, with the recipe's values as defaults."""
     from stop_mim.training.recipes import RECIPES, find_recipe, summary
 
-    return _one_of({name: (kind(name, find_recipe(name)), summary(name)) for name in RECIPES})
+    return one_of({name: (kind(name, find_recipe(name)), summary(name)) for name in RECIPES})
 
 
 def _sweeps() -> Any:
     """Return a subcommand for each sweep."""
     from stop_mim.sweeps.grid import SWEEPS, summary
 
-    return _one_of({name: (SweepOptions(name, pkgutil.resolve_name(SWEEP_CONFIG)()), summary(name)) for name in SWEEPS})
+    return one_of({name: (SweepOptions(name, pkgutil.resolve_name(SWEEP_CONFIG)()), summary(name)) for name in SWEEPS})
+
+
+def _formats() -> tuple[str, ...]:
+    """Return the names of the export formats without importing torch."""
+    return tuple(getattr(sys.modules.get("stop_mim.exchange.formats"), "EXPORTERS", FORMATS))
 
 
 @COMMANDS.register("demo")
@@ -116,7 +102,7 @@ class PretrainOptions:
     """A recipe with the options of the command line."""
 
     recipe: Suppress[str]
-    config: Annotated[Any, _imported(TRAIN_CONFIG, name="")]
+    config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
     init: str | None = None
     """Initial weights: a run, a checkpoint or a .pth.tar of a release (all weights), or any encoder's name."""
 
@@ -151,7 +137,7 @@ class Resume:
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run directory."""
-    speed: Annotated[Any, _imported("stop_mim.training.config:SpeedConfig")]
+    speed: Annotated[Any, imported("stop_mim.training.config:SpeedConfig")]
     checkpoint: Path | None = None
     """Checkpoint to continue from, instead of the newest one."""
     or_older: bool = False
@@ -188,7 +174,7 @@ class SweepOptions:
     """A sweep with the options of the command line."""
 
     name: Suppress[str]
-    config: Annotated[Any, _imported(SWEEP_CONFIG, name="")]
+    config: Annotated[Any, imported(SWEEP_CONFIG, name="")]
 
 
 @COMMANDS.register("sweep")
@@ -205,12 +191,13 @@ class Sweep:
 
     def __call__(self, overrides: Sequence[str] = ()) -> None:
         from stop_mim.sweeps.plan import base_config
-        from stop_mim.sweeps.run import run_sweep
 
-        base, unknown = _parse(
+        base, unknown = parse(
             pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=base_config(self.run.config), prog="stop-mim sweep"
         )
-        _refuse_unknown(unknown, self, base)
+        refuse_unknown(unknown, self, base)
+        from stop_mim.sweeps.run import run_sweep
+
         result = run_sweep(self.run.name, self.run.config, base)
         if result.interrupted_by:
             sys.exit(_exit_code(result.interrupted_by))
@@ -264,10 +251,10 @@ class Export:
 
     encoder: Annotated[Positional[str], arg(metavar="ENCODER")]
     """Run directory, encoder file, or any other name of an encoder."""
-    to: Literal["timm", "hf", "onnx", "export"]
+    to: Annotated[str, arg(constructor_factory=lambda: Literal[_formats()])]
     """timm: safetensors for timm; hf: an IJepaModel for transformers; onnx: ONNX; export: a torch.export program."""
     out: Path
-    """New directory to write."""
+    """Directory to write; it must be new or empty."""
     push: str | None = None
     """Also push the directory to this OWNER/NAME on the Hugging Face hub; a new repository is private."""
     licence: str | None = None
@@ -285,8 +272,8 @@ class BenchOptions:
     """A recipe to measure."""
 
     recipe: Suppress[str]
-    config: Annotated[Any, _imported(TRAIN_CONFIG, name="")]
-    bench: Annotated[Any, _imported(BENCH_CONFIG)] = field(default_factory=lambda: pkgutil.resolve_name(BENCH_CONFIG)())
+    config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
+    bench: Annotated[Any, imported(BENCH_CONFIG)] = field(default_factory=lambda: pkgutil.resolve_name(BENCH_CONFIG)())
 
 
 @COMMANDS.register("bench")
@@ -342,12 +329,13 @@ def _run(given: list[str]) -> None:
     if given[0] not in HELP:
         COMMANDS.find(given[0])
         _check_name(*given[:2])
+        _check_path(*given[:2])
     kinds = [Annotated[kind, subcommand(name, **_settings(name, given))] for name, kind in COMMANDS.items()]
-    command, unknown = _parse(functools.reduce(operator.or_, kinds), given, prog="stop-mim")
+    command, unknown = parse(functools.reduce(operator.or_, kinds), given, prog="stop-mim")
     if isinstance(command, Sweep):
         command(unknown)
     else:
-        _refuse_unknown(unknown, command)
+        refuse_unknown(unknown, command)
         command()
 
 
@@ -359,6 +347,17 @@ def _check_name(command: str, name: str = "") -> None:
     if not name or name.startswith("-"):
         raise InputError(f"{command} needs the name of a {registry.kind} first: choose one of {', '.join(registry)}.")
     registry.find(name)
+
+
+def _check_path(command: str, name: str = "") -> None:
+    """Raise InputError, with the closest path, if a command that reads a run or an encoder gets a path that is not there."""
+    path = Path(name.partition("#")[0]).expanduser()
+    if command not in PATHS or not name or name.startswith("-") or ":" in name or path.exists():
+        return
+    others = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, others, n=1)
+    remedy = f"did you mean '{path.parent / close[0]}'?" if close else "check the path."
+    raise InputError(f"There is no {PATHS[command]} '{name}': {remedy}")
 
 
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
@@ -375,59 +374,6 @@ def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
 
         settings["default"] = Resume(tyro.MISSING, RunFolder(Path(given[1])).config().speed)
     return settings
-
-
-def _parse(kind: Any, given: Sequence[str], **options: Any) -> tuple[Any, list[str]]:
-    """Return what tyro reads from the arguments, and the arguments that it does not know."""
-    on_parse_error = getattr(tyro_errors, "on_parse_error", contextlib.nullcontext)
-    with on_parse_error(_refuse):
-        return tyro.cli(kind, args=given, return_unknown_args=True, config=(OmitSubcommandPrefixes,), **options)
-
-
-def _refuse(event: Any) -> None:
-    """Raise InputError for arguments that tyro rejects; it prints a message of its own for events not listed here."""
-    if isinstance(event, tyro_errors.MissingArgs):
-        missing = event.missing_arguments[0].arg
-        name = missing.lowered.metavar if missing.is_positional() else missing.display_name()
-        raise InputError(f"{name} is not given: --help describes it.")
-    shown = getattr(event, "argument", None)
-    if shown is None:
-        if isinstance(event, tyro_errors.InstantiationFailure):
-            # The message of a config that refuses its values.
-            raise InputError(event.message)
-        return
-    flag, takes = shown.display_name(), shown.lowered.metavar
-    if isinstance(event, tyro_errors.InstantiationFailure):
-        raise InputError(f"{flag} takes {takes}: {event.message.rstrip('.')}.")
-    if isinstance(event, tyro_errors.InvalidChoice):
-        raise InputError(f"{flag} is '{event.value}': choose {' or '.join(event.choices)}.")
-    if isinstance(event, tyro_errors.BadValue):
-        raise InputError(f"{flag} takes {takes}: a value is missing.")
-
-
-def _refuse_unknown(unknown: Sequence[str], *options: object) -> None:
-    """Raise InputError, with the nearest option, for the first argument that no option takes."""
-    if not unknown:
-        return
-    name = unknown[0].partition("=")[0]
-    if not name.startswith("-"):
-        raise InputError(f"'{name}' is not expected: --help shows what can be given.")
-    wanted, flags = name.lstrip("-").replace("_", "-"), [flag for one in options for flag in _flags(one)]
-    # An option without its group, or else a mistyped one.
-    close = [flag for flag in flags if flag.rpartition(".")[2] == wanted] or difflib.get_close_matches(
-        wanted, flags, cutoff=0.5
-    )
-    remedy = f"did you mean --{close[0]}?" if close else "--help lists all options."
-    raise InputError(f"There is no option {name}: {remedy}")
-
-
-def _flags(options: Any, prefix: str = "") -> Iterator[str]:
-    for one in dataclasses.fields(options):
-        value = getattr(options, one.name)
-        if dataclasses.is_dataclass(value):
-            yield from _flags(value, prefix if one.name in UNPREFIXED else f"{prefix}{one.name}.")
-        else:
-            yield f"{prefix}{one.name}".replace("_", "-")
 
 
 def _report_end(result: "TrainResult") -> None:

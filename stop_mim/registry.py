@@ -50,8 +50,10 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         self._load()
         if name in self._entries:
             return self._entries[name]
-        close = difflib.get_close_matches(name, self._entries, n=1)
-        remedy = f"did you mean '{close[0]}'?" if close else f"choose one of {', '.join(self._entries)}."
+        close = difflib.get_close_matches(name, self._entries, n=1) or [one for one in self._entries if name in one][:3]
+        remedy = f"choose one of {', '.join(self._entries)}."
+        if close:
+            remedy = f"did you mean {' or '.join(map(repr, close))}?"
         raise InputError(f"There is no {self.kind} '{name}': {remedy}")
 
     def __getitem__(self, name: str) -> Entry:

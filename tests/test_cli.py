@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stop_mim.cli import COMMANDS, main
+from stop_mim.cli import COMMANDS, FORMATS, main
 from stop_mim.errors import TrainingDiverged
+from stop_mim.exchange.formats import EXPORTERS
 from stop_mim.training import pretrain
 from stop_mim.training.pretrain import TrainResult
 from stop_mim.training.recipes import RECIPES
@@ -68,13 +69,40 @@ def test_help_lists_commands_recipes_sweeps_and_fields(capsys):
     assert "(default: 600)" in fields, "the values are those of the recipe"
 
 
-def test_help_and_mistyped_commands_do_not_wait_for_torch():
-    program = (
-        "import sys; from stop_mim.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
-    )
-    for arguments in (["--help"], ["pretrian", "demo"], ["--version"]):
-        asked = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-        assert asked.stdout.splitlines()[-1] == "False"
+def test_help_and_mistakes_do_not_wait_for_torch():
+    """All in one process, which must not have imported torch in the end."""
+    lines = [
+        "--version",
+        "--help",
+        "pretrian demo",
+        "pretrain --help",
+        "pretrain stop-vitb1",
+        "pretrain demo --optim.lrr 1",
+        "pretrain demo --optim.lr fast",
+        "pretrain demo --positions.sigma -1",
+        "sweep tokens --seeds a",
+        "sweep tokens --optim.lrr 1",
+        "resume no/such/run",
+        "evaluate no/such/run",
+        "export no/such/run",
+        "export . --out x",
+    ]
+    program = f"""
+import sys
+from stop_mim.cli import main
+for line in {lines}:
+    try:
+        main(line.split())
+    except SystemExit as ended:
+        assert ended.code == (0 if "--help" in line else 2), line
+    assert "torch" not in sys.modules, line
+"""
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert asked.returncode == 0, asked.stderr
+
+
+def test_the_export_formats_that_the_command_line_knows_are_the_registered_ones():
+    assert tuple(EXPORTERS) == FORMATS
 
 
 @pytest.mark.parametrize(
@@ -91,9 +119,13 @@ def test_help_and_mistyped_commands_do_not_wait_for_torch():
         (["pretrain", "demo", "more"], "'more'"),
         (
             ["pretrain", "demo", "--optim.lr", "fast"],
-            "--optim.lr takes FLOAT: could not convert string to float: 'fast'",
+            "--optim.lr is 'fast': give a number.",
         ),
-        (["pretrain", "demo", "--optim.lr"], "--optim.lr takes FLOAT"),
+        (["pretrain", "demo", "--optim.lr"], "--optim.lr has no value: give a number."),
+        (["pretrain", "demo", "--encoder.image-size", "3"], "--encoder.image-size is '3': give 2 whole numbers."),
+        (["sweep", "tokens", "--seeds", "a"], "--seeds is 'a': give one or more whole numbers."),
+        (["pretrain", "demo", "--optim.learning-rate", "1"], "did you mean --optim.lr?"),
+        (["pretrain", "ijepa"], "did you mean 'ijepa-vitb16-release' or 'ijepa-vitb16'"),
         (["pretrain", "demo", "--positions.sigma", "-0.5"], "positions.sigma is -0.5"),
         (["pretrain", "demo", "--encoder.size", "tall"], "--encoder.size is 'tall'"),
         (["pretrain", "demo", "--stop-after-steps", "0"], "stop_after_steps is 0"),
@@ -104,7 +136,8 @@ def test_help_and_mistyped_commands_do_not_wait_for_torch():
         (["pretrain", "demo", "--data", "scenes:count=8,size=32"], "optim.batch_size is 16"),
         (["resume"], "RUN is not given"),
         (["resume", "no/such/run"], "no/such/run"),
-        (["export", "run", "--to", "timm"], "--out is not given"),
+        (["export", "timm:x", "--to", "timm"], "--out is not given"),
+        (["export", "timm:x"], "--to is not given: choose timm, hf, onnx or export."),
         (["report"], "No run is given"),
         (
             ["sweep", "tokens", "--low-shot-list", "missing.txt", "--scale", "imagenet", "--data", "scenes"],
@@ -131,16 +164,16 @@ def test_words_and_options_reach_their_commands(monkeypatch, capsys):
     assert (given["draw_figures"][0], given["draw_figures"][1]) == (("4", "5"), (Path("a"), Path("b")))
     main(["report", "a", "b", "-o", "page.html"])
     assert given["write_report"][:2] == ((Path("a"), Path("b")), Path("page.html"))
-    main(["evaluate", "a", "timm:b", "--task", "linear", "knn", "--data", "photos", "--knn.neighbours", "5"])
+    main(["evaluate", "hf:a", "timm:b", "--task", "linear", "knn", "--data", "photos", "--knn.neighbours", "5"])
     names, config = given["evaluate"]
-    assert (names, config.task, config.data) == (("a", "timm:b"), ("linear", "knn"), "photos")
+    assert (names, config.task, config.data) == (("hf:a", "timm:b"), ("linear", "knn"), "photos")
     assert config.knn.neighbours == (5,)
-    main(["export", "run", "--to", "timm", "--out", "folder", "--licence", "mit"])
-    assert given["export"] == ("run", "timm", Path("folder"), None, "mit")
+    main(["export", "timm:a", "--to", "timm", "--out", "folder", "--licence", "mit"])
+    assert given["export"] == ("timm:a", "timm", Path("folder"), None, "mit")
 
 
 def test_tyro_reports_mistakes_itself_where_it_cannot_be_asked(capsys, monkeypatch):
-    monkeypatch.setattr("stop_mim.cli.tyro_errors", None)
+    monkeypatch.setattr("stop_mim.parsing.tyro_errors", None)
     for option in (["--optim.lr", "fast"], ["--positions.sigma", "-0.5"]):
         with pytest.raises(SystemExit) as ended:
             main(["pretrain", "demo", *option])

@@ -30,6 +30,11 @@ PREDICTOR_NAMES = {
     "head": "predictor_proj",
 }
 TABLE = "predictor_pos_embed"
+# First bytes of files of torch.save: a zip archive, or a pickle of old versions.
+TORCH_FILES = (b"PK", b"\x80\x02")
+NO_WEIGHTS = (
+    "is neither a file of torch.save (.pth, .pth.tar) nor a .safetensors file: name a file of weights, or a run"
+)
 SCALAR: Any = np.float64(0).__reduce__()[0]
 # Old training scripts store losses and learning rates as NumPy scalars; NumPy has since moved the function that makes them.
 NUMBERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -54,9 +59,10 @@ def read_pickle(path: Path) -> Any:
         ) from error
     # Truncated and foreign files raise many different errors.
     except Exception as error:
-        raise InputError(
-            f"{path} cannot be read as a torch.save file ({type(error).__name__}): download or copy it again."
-        ) from error
+        with path.open("rb") as file:
+            is_damaged = file.read(2) in TORCH_FILES
+        what = f"is damaged ({type(error).__name__}): download or copy it again" if is_damaged else NO_WEIGHTS
+        raise InputError(f"{path} {what}.") from error
 
 
 def is_release(contents: Any) -> bool:

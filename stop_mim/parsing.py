@@ -1,0 +1,153 @@
+"""Arguments of the command line: tyro reads them, and every mistake becomes one sentence (`InputError`)."""
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import operator
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import tyro
+from tyro.conf import OmitSubcommandPrefixes, arg, subcommand
+
+from stop_mim.errors import InputError
+
+try:
+    # Not public yet. Without it, tyro prints its own message and exits with the same code.
+    from tyro import _errors as tyro_errors
+except ImportError:
+    tyro_errors = None  # type: ignore[assignment]
+
+# Fields of commands whose own fields are options without a prefix.
+UNPREFIXED = ("run", "config")
+NUMBERS = {"INT": "whole number", "FLOAT": "number"}
+
+
+def imported(path: str, **options: Any) -> Any:
+    """Annotate a field whose type is imported when its command is parsed; name="" leaves out the prefix of its options."""
+    return arg(constructor_factory=lambda: pkgutil.resolve_name(path), **options)
+
+
+def one_of(options: dict[str, tuple[Any, str]]) -> Any:
+    """Return subcommands by name, each with its default and its line of help."""
+    kinds = [
+        Annotated[type(default), subcommand(name, default=default, description=text)]
+        for name, (default, text) in options.items()
+    ]
+    return functools.reduce(operator.or_, kinds)
+
+
+def parse(kind: Any, given: Sequence[str], **options: Any) -> tuple[Any, list[str]]:
+    """Return what tyro reads from the arguments, and the arguments that it does not know."""
+    on_parse_error = getattr(tyro_errors, "on_parse_error", contextlib.nullcontext)
+    with on_parse_error(functools.partial(_refuse, given)):
+        return tyro.cli(kind, args=given, return_unknown_args=True, config=(OmitSubcommandPrefixes,), **options)
+
+
+def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
+    """Raise InputError, with the nearest option, for the first argument that no option takes.
+
+    Args:
+        unknown: what `parse` returned as unknown.
+        options: dataclasses whose fields are the known options.
+    """
+    if not unknown:
+        return
+    name = unknown[0].partition("=")[0]
+    if not name.startswith("-"):
+        raise InputError(f"'{name}' is not expected: --help shows what can be given.")
+    close = _nearest(name.lstrip("-").replace("_", "-"), dict(pair for one in options for pair in _flags(one)))
+    remedy = f"did you mean --{close}?" if close else "--help lists all options."
+    raise InputError(f"There is no option {name}: {remedy}")
+
+
+def _refuse(given: Sequence[str], event: Any) -> None:
+    """Raise InputError for arguments that tyro rejects; it prints a message of its own for events not listed here."""
+    if isinstance(event, tyro_errors.MissingArgs):
+        missing = event.missing_arguments[0].arg
+        name = missing.lowered.metavar if missing.is_positional() else missing.display_name()
+        choices = missing.lowered.choices
+        remedy = f"choose {_either(choices)}" if choices else "--help describes it"
+        raise InputError(f"{name} is not given: {remedy}.")
+    shown = getattr(event, "argument", None)
+    if shown is None:
+        if isinstance(event, tyro_errors.InstantiationFailure):
+            # The message of a config that refuses its values.
+            raise InputError(event.message)
+        return
+    flag = shown.display_name()
+    if isinstance(event, tyro_errors.InvalidChoice):
+        raise InputError(f"{flag} is '{event.value}': choose {_either(event.choices)}.")
+    if isinstance(event, tyro_errors.InstantiationFailure | tyro_errors.BadValue):
+        values = _values_of(flag, given)
+        what = f"is '{values}'" if values else "has no value"
+        raise InputError(f"{flag} {what}: give {_needs(shown.lowered.metavar)}.")
+
+
+def _either(choices: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+
+
+def _values_of(flag: str, given: Sequence[str]) -> str:
+    """Return the values that follow an option in the arguments."""
+    for place, one in enumerate(given):
+        name, equals, value = one.partition("=")
+        if name.replace("_", "-") == flag:
+            rest = itertools.takewhile(lambda other: not other.startswith("--"), given[place + 1 :])
+            return value if equals else " ".join(rest)
+    return ""
+
+
+def _needs(metavar: str) -> str:
+    """Return what an option takes in words: '[INT [INT ...]]' is one or more whole numbers."""
+    kinds = re.findall(r"[A-Z]{2,}", metavar)
+    if not kinds or {*kinds} - {*NUMBERS} or len({*kinds}) > 1:
+        return metavar
+    noun = NUMBERS[kinds[0]]
+    if "..." in metavar:
+        return f"one or more {noun}s"
+    return f"a {noun}" if len(kinds) == 1 else f"{len(kinds)} {noun}s"
+
+
+def _nearest(wanted: str, flags: dict[str, str]) -> str | None:
+    """Return the option that is meant: one of another group, a mistyped one, or one whose help has the words of the name."""
+    group, _, name = wanted.rpartition(".")
+    same = [flag for flag in flags if flag.rpartition(".")[2] == name]
+    words = name.split("-")
+    described = [flag for flag, text in flags.items() if all(word in text.lower() for word in words)]
+    described.sort(key=lambda flag: (flag.rpartition(".")[0] != group, len(flags[flag])))
+    mistyped, similar = (difflib.get_close_matches(wanted, flags, 1, cutoff) for cutoff in (0.8, 0.5))
+    return next(iter([*same, *mistyped, *described, *similar]), None)
+
+
+def _flags(options: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the options of a dataclass and its groups, each with its help."""
+    texts = _field_docs(type(options))
+    for one in dataclasses.fields(options):
+        value = getattr(options, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flags(value, prefix if one.name in UNPREFIXED else f"{prefix}{one.name}.")
+        else:
+            yield f"{prefix}{one.name}".replace("_", "-"), texts.get(one.name, "")
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings of a class's fields: the strings below them in its source."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        # Classes that are made at run time have no source.
+        except (OSError, TypeError):
+            continue
+        for field, text in itertools.pairwise(getattr(tree, "body", [])):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(field.target)] = str(text.value.value)
+    return found
