@@ -48,6 +48,15 @@ FRACTION = Number("give a number from 0 to 1", at_least=0, at_most=1)
 FRACTION_BELOW_ONE = Number("give a number from 0 to below 1", at_least=0, below=1)
 
 
+class Percentage:
+    """A text such as 5%, from 0% to 100%."""
+
+    remedy = "give a percentage such as 5%"
+
+    def holds(self, value: Any) -> bool:
+        return value.endswith("%") and 0 <= float(value[:-1]) <= 100
+
+
 @dataclass(frozen=True)
 class Each:
     """Every element of a tuple meets a constraint; the tuple is not empty."""

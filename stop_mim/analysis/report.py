@@ -194,7 +194,9 @@ def settings_table(runs: Sequence[RunRecords], names: Sequence[str], sessions: S
     """Return the main config fields, all fields in which the runs differ, and where they were trained."""
     differing = [name for run in runs[1:] for name in changes(runs[0].config, run.config) if name != "out"]
     columns = [
-        {name: str(attrgetter(name)(run.config)) for name in (*MAIN_FIELDS, *differing)} | _where(session)
+        {name: str(attrgetter(name)(run.config)) for name in (*MAIN_FIELDS, *differing)}
+        | ({"left out of the data": left_out} if (left_out := RunFolder(run.path).skipped()) else {})
+        | _where(session)
         for run, session in zip(runs, sessions, strict=True)
     ]
     return _by_run("Settings", names, columns)

@@ -1,17 +1,35 @@
 """Images that cannot be read: counted, listed in a file, and refused if there are too many."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stop_mim.errors import InputError
 
 MAX_BAD_FRACTION = 0.01
+SHOWN_ONE_BY_ONE = 5
 
 
 class BadImages:
-    """The bad images of a dataset, by description; the list in `file` is continued on resume."""
+    """The bad images of a dataset, by description; the list in `file` is continued on resume.
 
-    def __init__(self, source_name: str, total: int, file: Path | None = None) -> None:
-        self.source_name, self.total, self.file = source_name, total, file
+    Args:
+        source_name: the dataset.
+        total: its number of images.
+        file: the list of bad images, one a line.
+        max_fraction: the fraction of bad images above which they are taken for a mistake; default: 1%.
+        show: shows a message for each of the first bad images.
+    """
+
+    def __init__(
+        self,
+        source_name: str,
+        total: int,
+        file: Path | None = None,
+        max_fraction: float | None = None,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        self.source_name, self.total, self.file, self.show = source_name, total, file, show
+        self.max_fraction = MAX_BAD_FRACTION if max_fraction is None else max_fraction
         lines = file.read_text().splitlines() if file is not None and file.exists() else []
         self._known = set(lines)
 
@@ -21,15 +39,31 @@ class BadImages:
     def add(self, description: str) -> None:
         """Add an image, unless it is known; raise InputError if there are too many."""
         line = " ".join(description.split())
+        listed = f" (listed in {self.file})" if self.file is not None else ""
         if line not in self._known:
             self._known.add(line)
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 with self.file.open("a") as file:
                     file.write(line + "\n")
-        if len(self._known) > MAX_BAD_FRACTION * self.total:
-            listed = f" (listed in {self.file})" if self.file is not None else ""
+            if self.show is not None and len(self._known) <= SHOWN_ONE_BY_ONE:
+                more = f"; more are not shown{listed}" if len(self._known) == SHOWN_ONE_BY_ONE else ""
+                self.show(f"skipped    {line}{more}")
+        if len(self._known) > self.max_fraction * self.total:
             raise InputError(
                 f"{len(self._known)} of the {self.total} images of '{self.source_name}' cannot be used{listed}, such as "
-                f"{line}: more than {MAX_BAD_FRACTION:.0%} is taken for a mistake; repair or remove them."
+                f"{line}: more than {100 * self.max_fraction:g}% is taken for a mistake; repair or remove them, or allow "
+                f"more (pretraining: --max-bad {_next_percent(len(self._known) / self.total)}%)."
             )
+
+
+def _next_percent(fraction: float) -> int:
+    return min(100, int(100 * fraction) + 1)
+
+
+def skipped(unreadable: int, ignored: Mapping[str, int]) -> str:
+    """Return what was left out of a dataset, such as "1 unreadable; ignored: 2 .heic, 1 .txt"; "" if nothing was."""
+    kinds = sorted(ignored.items(), key=lambda kind: (-kind[1], kind[0]))
+    files = ", ".join(f"{count:,} {extension or 'without extension'}" for extension, count in kinds)
+    parts = [f"{unreadable:,} unreadable" if unreadable else "", f"ignored: {files}" if files else ""]
+    return "; ".join(filter(None, parts))

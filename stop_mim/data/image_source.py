@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,10 @@ class ImageSource(ABC):
 
     layout = ""
     """Name of the published layout that the data have, such as "places205"; "" if none."""
+    ignored: Mapping[str, int] = {}
+    """Files beside the images that are none, by their extension: how many there are."""
+    no_labels = ""
+    """Why the images have no labels, where that needs a reason."""
 
     def __init__(
         self, name: str, labels: dict[str, np.ndarray] | None = None, class_names: tuple[str, ...] = ()

@@ -107,8 +107,8 @@ def _open_test(data: str, test_data: str | None, train: ImageSource) -> ImageSou
 def _choose_labels(source: ImageSource, label: str) -> list[str]:
     if not source.labels:
         raise InputError(
-            f"'{source.name}' has no labels, which this task needs: give a folder of class sub-folders, a parquet file "
-            "with a label column, or other labelled data."
+            f"'{source.name}' has no labels, which this task needs{source.no_labels and f' ({source.no_labels})'}: give a "
+            "folder of class sub-folders alone, a parquet file with a label column, or other labelled data."
         )
     if label == "auto":
         return list(source.labels)

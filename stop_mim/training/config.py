@@ -9,6 +9,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import tyro
+
 from stop_mim.constraints import (
     ABOVE_ZERO,
     AT_LEAST_ZERO,
@@ -17,6 +19,7 @@ from stop_mim.constraints import (
     Checked,
     Each,
     Number,
+    Percentage,
 )
 from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
@@ -144,6 +147,8 @@ class TrainConfig(Checked):
 
     data: str = "scenes"
     """Images: scenes, a folder, a parquet file or glob, torchvision:NAME, hf:OWNER/NAME or wds:SHARDS."""
+    max_bad: Annotated[str, Percentage(), tyro.conf.arg(aliases=["--data.max-bad"])] = "1%"
+    """Images that may be unreadable: they are skipped and listed, and more than these stop the run."""
     out: str | None = None
     """Run directory; not given: runs/RECIPE-DATE-TIME."""
     seed: int = 0

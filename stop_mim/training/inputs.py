@@ -1,7 +1,7 @@
 """The inputs of a pretraining step: batches of images, each with its masks."""
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -57,12 +57,18 @@ class StepInputs:
                 "batch, which a CUDA graph cannot; leave one of the two out."
             )
 
-    def open_images(self, bad_images_file: Path | None = None, progress: Progress | None = None) -> Batches:
+    def open_images(
+        self,
+        bad_images_file: Path | None = None,
+        progress: Progress | None = None,
+        show: Callable[[str], None] | None = None,
+    ) -> Batches:
         """Open the images of this process; those that are kept in memory are decoded now.
 
         Args:
             bad_images_file: lists images that cannot be read; the next good image takes the place of each.
             progress: shows the decoding.
+            show: shows a message for each of the first images that cannot be read.
         """
         config, speed, ranks, encoder = self.config, self.config.speed, self.ranks, self._encoder
         if not config.data:
@@ -75,7 +81,9 @@ class StepInputs:
             Placement(speed.loader, speed.decode, workers_for(speed, ranks), ranks.processes_on_host),
             ranks.device,
             config.seed,
-            bad_images=BadImages(source.name, len(source), bad_images_file),
+            bad_images=BadImages(
+                source.name, len(source), bad_images_file, float(config.max_bad.rstrip("%")) / 100, show
+            ),
             progress=progress,
             replace_bad=True,
         )

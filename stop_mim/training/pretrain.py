@@ -15,7 +15,9 @@ import torch
 from rich.console import Console
 
 from stop_mim.constraints import check_effects
+from stop_mim.data.bad_images import skipped
 from stop_mim.data.batches import Batches
+from stop_mim.data.sources import absolute_name
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.objective import Objective
@@ -80,7 +82,8 @@ def train(
             parts = prepare(config, folder, ranks, display)
             weights = None if initialise is None else initialise(parts.objective)
             if ranks.is_main:
-                folder.create(replace(config, out=str(folder.path)), recipe, weights)
+                kept = replace(with_absolute_paths(config), out=str(folder.path))
+                folder.create(kept, recipe, weights, parts.ignored)
             wait_for_all(ranks)
             with folder.lock(ranks.is_main):
                 if weights is not None:
@@ -189,7 +192,7 @@ def prepare(
     inputs = StepInputs(config, ranks)
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
     bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
-    images = inputs.open_images(bad_images, partial(display.update, "decoding images"))
+    images = inputs.open_images(bad_images, partial(display.update, "decoding images"), display.say)
     identity = identity_of(inputs, images)
     if before is not None:
         check_continuation(before, identity, config.data, display)
@@ -214,11 +217,15 @@ def run(parts: "Parts", folder: RunFolder, display: ProgressDisplay) -> TrainRes
     parameters = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
     display.say(f"run        {folder.path}")
     display.say(f"data       {config.data}; {parts.images.description}")
+    if parts.ignored:
+        display.say(f"skipped    {skipped(0, parts.ignored)}")
     display.say(f"masks      {parts.inputs.masks}")
     display.say(f"encoder    {parameters:.1f} M parameters, {encoder.grid[0]}x{encoder.grid[1]} patches")
     display.say(f"steps      {trainer.done} of {trainer.total_steps} done, {parts.steps_per_epoch} per epoch")
     display.say(f"device     {trainer.ranks.device}")
     trainer.run(config.stop_after_steps)
+    if left_out := folder.skipped():
+        display.say(f"skipped    {left_out}")
     return TrainResult(folder.path, trainer.done, trainer.total_steps, trainer.loss, trainer.interrupted_by)
 
 
@@ -233,6 +240,11 @@ class Parts:
     objective: Objective
     autocast: AbstractContextManager[Any]
     trainer: Trainer
+
+    @property
+    def ignored(self) -> Mapping[str, int]:
+        """Return how many files beside the images are none, by extension."""
+        return self.images.source.ignored if isinstance(self.images, Batches) else {}
 
 
 def assemble(
@@ -289,6 +301,12 @@ def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: Progre
     if complaint is not None:
         raise InputError(complaint)
     return RunProbe(config.probe, probe, data.fingerprint, display)
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return the config with datasets that can be found from any directory."""
+    probe = config.probe if config.probe.data is None else replace(config.probe, data=absolute_name(config.probe.data))
+    return replace(config, data=absolute_name(config.data), probe=probe)
 
 
 def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from stop_mim.data.bad_images import skipped
 from stop_mim.errors import InputError
 from stop_mim.files import locked, remove_temporaries, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
@@ -39,6 +40,7 @@ class RunFolder:
         self.encoder_file = path / ENCODER_FILE
         self.checkpoints = path / "checkpoints"
         self.events = path / "tensorboard"
+        self._early_lines: list[str] = []
 
     def require_new(self) -> None:
         """Raise InputError unless a new run can be created here."""
@@ -79,12 +81,22 @@ class RunFolder:
     def _bad_images_files(self) -> list[Path]:
         return list(self.path.glob(f"{self.bad_images_file.stem}*.txt"))
 
-    def create(self, config: TrainConfig, recipe: str, weights: str | None = None) -> None:
-        """Create the directory of a new run; `weights` describes its initial weights, if they were given."""
+    def create(
+        self, config: TrainConfig, recipe: str, weights: str | None = None, ignored: Mapping[str, int] | None = None
+    ) -> None:
+        """Create the directory of a new run.
+
+        Args:
+            config: the configuration, with all that was derived.
+            recipe: its name.
+            weights: describes the initial weights, if they were given.
+            ignored: how many files of the dataset are no images, by extension.
+        """
         self.require_new()
         self.path.mkdir(parents=True, exist_ok=True)
         # config.json comes last: once it exists the run can be resumed, and must know its initial weights.
-        self.record_environment({"recipe": recipe, **({} if weights is None else {"weights": weights})})
+        facts = {"recipe": recipe, "weights": weights, "ignored_files": dict(ignored or {}) or None}
+        self.record_environment({name: value for name, value in facts.items() if value is not None})
         write_atomically(self.config_file, lambda file: file.write_text(to_json(config)))
 
     def record_environment(self, facts: dict[str, Any]) -> None:
@@ -116,6 +128,14 @@ class RunFolder:
     def initial_weights(self) -> str | None:
         """Return the description of the weights that the run was given; None if it began with new ones."""
         return next((session["weights"] for session in self._sessions() if "weights" in session), None)
+
+    def skipped(self) -> str:
+        """Return what was left out of the data, such as "1 unreadable; ignored: 2 .heic, 1 .txt"; "" if nothing was."""
+        unreadable = {line for file in self._bad_images_files() for line in file.read_text().splitlines()}
+        ignored: dict[str, int] = next(
+            (session["ignored_files"] for session in self._sessions() if "ignored_files" in session), {}
+        )
+        return skipped(len(unreadable), ignored)
 
     def newest_checkpoint(self) -> Path | None:
         """Return the file of the newest checkpoint, if there is one."""
@@ -149,9 +169,12 @@ class RunFolder:
         return json.loads(self.status_file.read_text()) if self.status_file.exists() else None
 
     def log(self, text: str) -> None:
-        """Append a line to the log."""
-        with self.log_file.open("a") as file:
-            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
+        """Append a line to the log; lines from before the run was created are written with the first one after it."""
+        self._early_lines.append(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
+        if self.config_file.exists():
+            with self.log_file.open("a") as file:
+                file.writelines(self._early_lines)
+            self._early_lines.clear()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stop_mim.data.bad_images import BadImages
+from stop_mim.data.bad_images import SHOWN_ONE_BY_ONE, BadImages, skipped
 from stop_mim.errors import InputError
 
 
@@ -32,3 +32,22 @@ def test_more_than_one_in_a_hundred_is_refused(tmp_path, file_name):
         # Too many stay too many after a resume.
         with pytest.raises(InputError, match="3 of the 200"):
             BadImages("photos", 200, file).add("a.png: truncated")
+
+
+def test_more_are_allowed_on_request_and_the_first_ones_are_shown():
+    shown = []
+    bad = BadImages("photos", 20, max_fraction=0.5, show=shown.append)
+    for number in range(10):
+        bad.add(f"{number}.png: truncated")
+    assert len(shown) == SHOWN_ONE_BY_ONE
+    assert shown[0].endswith("0.png: truncated")
+    assert "more are not shown" in shown[-1]
+    with pytest.raises(InputError, match=r"11 of the 20 .* more than 50% .* --max-bad 56%"):
+        bad.add("10.png: truncated")
+
+
+def test_what_was_skipped_is_told_in_a_few_words():
+    assert skipped(1, {".txt": 1, ".heic": 2, "": 1}) == "1 unreadable; ignored: 2 .heic, 1 without extension, 1 .txt"
+    assert skipped(0, {".heic": 1200}) == "ignored: 1,200 .heic"
+    assert skipped(3, {}) == "3 unreadable"
+    assert skipped(0, {}) == ""

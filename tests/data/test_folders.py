@@ -8,8 +8,10 @@ import torch
 from written_images import one_sentence, shades, write
 
 from stop_mim.data.decode import BadImage
-from stop_mim.data.sources import open_source
+from stop_mim.data.sources import absolute_name, open_source
 from stop_mim.errors import InputError
+from stop_mim.evaluation.data import open_task_data
+from stop_mim.training.callbacks.probe import choose_label
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
@@ -65,11 +67,34 @@ def test_unusable_folders_are_refused(tmp_path):
     with pytest.raises(InputError, match="holds no images") as error:
         open_source(str(tmp_path))
     one_sentence(error)
-    write(tmp_path / "a.png", 1)
-    write(tmp_path / "cat" / "b.png", 2)
-    with pytest.raises(InputError, match=r"\(a\.png\)") as error:
+    (tmp_path / "notes.txt").write_text("no image")
+    with pytest.raises(InputError, match="holds no images"):
         open_source(str(tmp_path))
-    one_sentence(error)
+
+
+def test_images_at_the_top_and_below_are_read_without_labels_and_other_files_are_counted(tmp_path):
+    write(tmp_path / "a.png", 1)
+    write(tmp_path / "cat" / "deep" / "b.png", 2)
+    for name in ("notes.txt", "c.HEIC", "cat/d.heic", "README", ".hidden.txt"):
+        (tmp_path / name).write_text("no image")
+    source = open_source(str(tmp_path))
+    assert shades(source) == [1, 2]
+    assert (source.labels, source.class_names) == ({}, ())
+    assert source.ignored == {".txt": 1, ".heic": 2, "": 1}
+    # What needs labels says why there are none.
+    for labelled in (lambda: open_task_data(str(tmp_path)), lambda: choose_label(source, "auto")):
+        with pytest.raises(InputError, match=r"images both at its top \(a\.png\) and in sub-folders") as error:
+            labelled()
+        one_sentence(error)
+
+
+def test_a_name_is_made_absolute_if_it_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "photos" / "a.png", 1)
+    assert absolute_name("photos/") == str(tmp_path / "photos")
+    assert absolute_name("wds:shards-{00..09}.tar") == f"wds:{tmp_path}/shards-{{00..09}}.tar"
+    for name in ("scenes:count=8,size=32", "torchvision:CIFAR100", "hf:owner/name"):
+        assert absolute_name(name) == name
 
 
 def test_split_folders(tmp_path):

@@ -97,6 +97,24 @@ def test_a_run_can_begin_anew_where_one_was_ended_by_bad_images(tmp_path):
     assert "003.png" in line
 
 
+def test_what_was_skipped_is_on_screen_in_the_log_and_in_the_records(tmp_path, monkeypatch):
+    data = write_images(tmp_path / "images", count=20)
+    write_images(data / "deep", count=3)
+    (data / "003.png").write_bytes((data / "003.png").read_bytes()[:60])
+    (data / "phone.heic").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config("images", tmp_path / "run", stop_after_steps=1, max_bad="5%")
+    _, text = quietly(train, config)
+    for told in (text, (tmp_path / "run" / "log.txt").read_text()):
+        assert "003.png" in told
+        assert "1 unreadable; ignored: 1 .heic" in told
+    folder = RunFolder(tmp_path / "run")
+    assert folder.skipped() == "1 unreadable; ignored: 1 .heic"
+    assert folder.config().data == str(data), "the path is valid in any directory"
+    with pytest.raises(InputError, match="max_bad is 5"):
+        replace(config, max_bad="5")
+
+
 def test_a_run_that_fails_leaves_no_worker_behind_and_says_so_in_its_status(tmp_path, monkeypatch):
     taken, real = itertools.count(1), TrainingStep.__call__
 

@@ -3,6 +3,7 @@
 A new kind is a class in a file here, or in a plugin, with the decorator `@SOURCES.register`.
 """
 
+import os
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -20,6 +21,8 @@ class SourceKind(ABC):
     """What names of this kind begin with; a kind without a prefix overrides `matches`."""
     is_general: ClassVar[bool] = False
     """Whether more special kinds are tried first."""
+    is_path: ClassVar[bool] = False
+    """Whether a name, after its prefix, is a path."""
 
     @classmethod
     def matches(cls, name: str) -> bool:
@@ -37,8 +40,20 @@ SOURCES: Registry[type[SourceKind]] = Registry("kind of dataset", "stop_mim.data
 
 def open_source(name: str, split: str = "train") -> ImageSource:
     """Open the dataset of this name; one without splits is the same data for each split."""
+    return find_kind(name).open(name, split)
+
+
+def absolute_name(name: str) -> str:
+    """Return the name of a dataset with an absolute path, if it is a path, so that it is valid in any directory."""
+    kind = find_kind(name)
+    path = os.path.abspath(os.path.expanduser(name.removeprefix(kind.prefix)))
+    return kind.prefix + path if kind.is_path else name
+
+
+def find_kind(name: str) -> type[SourceKind]:
+    """Return the kind that a name belongs to; raise InputError if there is none."""
     for kind in sorted(SOURCES.values(), key=lambda kind: kind.is_general):
         if kind.matches(name):
-            return kind.open(name, split)
+            return kind
     kinds = ", ".join(dict.fromkeys(kind.help for kind in SOURCES.values()))
     raise InputError(f"There is no dataset '{name}': give one of {kinds}.")

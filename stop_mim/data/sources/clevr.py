@@ -23,6 +23,7 @@ class Clevr(SourceKind):
     """A folder of CLEVR, labelled with the count of objects and the distance of the nearest; the test split is val."""
 
     help = "a folder of CLEVR"
+    is_path = True
 
     @classmethod
     def matches(cls, name: str) -> bool:

@@ -1,6 +1,10 @@
-"""Images in a folder: the sub-folders of the first level, if there are any, are the classes or the splits."""
+"""Images in a folder, at any depth: the sub-folders of the first level are the classes or the splits.
+
+Where images lie both at the top and in sub-folders, they have no labels.
+"""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +28,7 @@ class FolderKind(SourceKind):
 
     help = "a folder of images"
     is_general = True
+    is_path = True
 
     @classmethod
     def matches(cls, name: str) -> bool:
@@ -41,12 +46,17 @@ class FolderKind(SourceKind):
             folder = folder / choose_split(split, names, name)
         if files := parquet_files(folder, split):
             return ParquetSource(files, name)
-        paths = sorted(_image_paths(folder))
-        if not paths:
+        found, ignored = _image_paths(folder)
+        if not found:
             extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
             raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
+        paths = sorted(found)
         classes, class_names = _classes(paths, folder, class_names)
-        return FileSource(folder, paths, name, class_labels(classes), class_names)
+        source = FileSource(folder, paths, name, class_labels(classes), class_names)
+        source.ignored = ignored
+        if classes is None and any(os.sep in path for path in paths):
+            source.no_labels = f"it has images both at its top ({_first_at_top(paths)}) and in sub-folders"
+        return source
 
 
 class FileSource(ImageSource):
@@ -126,8 +136,13 @@ def sub_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
 
 
-def _image_paths(folder: Path) -> Iterator[str]:
-    """Yield paths within the folder; links to folders are followed, but not back to a folder that contains them."""
+def _image_paths(folder: Path) -> tuple[list[str], dict[str, int]]:
+    """Return the images' paths within the folder, and how many other files there are, by extension.
+
+    Links to folders are followed, but not back to a folder that contains them. Hidden files are not counted.
+    """
+    found: list[str] = []
+    ignored: Counter[str] = Counter()
     visible: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while visible:
         prefix, ancestors = visible.pop()
@@ -141,8 +156,13 @@ def _image_paths(folder: Path) -> Iterator[str]:
                     continue
                 if _holds(entry.is_dir):
                     visible.append((prefix + entry.name + os.sep, ancestors | {identity}))
-                elif entry.name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS and _holds(entry.is_file):
-                    yield prefix + entry.name
+                elif _holds(entry.is_file):
+                    extension = os.path.splitext(entry.name)[1].lower()
+                    if extension[1:] in IMAGE_EXTENSIONS:
+                        found.append(prefix + entry.name)
+                    else:
+                        ignored[extension] += 1
+    return found, dict(ignored)
 
 
 def _holds(question: Callable[[], bool]) -> bool:
@@ -152,15 +172,13 @@ def _holds(question: Callable[[], bool]) -> bool:
         return False  # A link to itself is neither a folder nor a file.
 
 
+def _first_at_top(paths: list[str]) -> str | None:
+    return next((path for path in paths if os.sep not in path), None)
+
+
 def _classes(paths: list[str], folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    at_top = [path for path in paths if os.sep not in path]
-    if len(at_top) == len(paths):
+    if _first_at_top(paths) is not None:
         return None, ()
-    if at_top:
-        raise InputError(
-            f"The folder {folder} has images both at its top ({at_top[0]}) and in sub-folders: move them all into "
-            "sub-folders (one a class) or all to the top (no classes)."
-        )
     found = [path.partition(os.sep)[0] for path in paths]
     names = class_names or tuple(sorted(set(found)))
     positions = {name: position for position, name in enumerate(names)}

@@ -29,6 +29,7 @@ class Places205(SourceKind):
     """A folder with train_places205.csv or val_places205.csv, "a/abbey/x.jpg 0" a line; the test split is val."""
 
     help = "a folder of Places205"
+    is_path = True
 
     @classmethod
     def matches(cls, name: str) -> bool:
@@ -55,6 +56,7 @@ class INaturalist(SourceKind):
     """A folder with annotations such as train2018.json, whose category numbers are the classes; the test split is val."""
 
     help = "a folder of iNaturalist"
+    is_path = True
 
     @classmethod
     def matches(cls, name: str) -> bool:

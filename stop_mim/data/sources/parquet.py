@@ -39,6 +39,7 @@ class ParquetKind(SourceKind):
     """Parquet files by path or glob; for a folder of them see `folder`."""
 
     help = "a parquet file (or a glob or folder of them)"
+    is_path = True
 
     @classmethod
     def matches(cls, name: str) -> bool:

@@ -32,6 +32,7 @@ class ShardKind(SourceKind):
     """Tar files that a pattern with braces, or a glob, names; they have no splits."""
 
     help, prefix = "wds:PATTERN.tar", "wds:"
+    is_path = True
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:

@@ -90,7 +90,8 @@ def choose_label(source: ImageSource, wanted: str) -> str:
     """Return the name of an integer label: the one that is asked for; auto: the class, or else the first."""
     usable = [name for name, values in source.labels.items() if np.issubdtype(values.dtype, np.integer)]
     if not usable:
-        raise InputError(f"probe.data is '{source.name}': its images have no classes; give a labelled dataset.")
+        reason = source.no_labels and f" ({source.no_labels})"
+        raise InputError(f"probe.data is '{source.name}': its images have no classes{reason}; give a labelled dataset.")
     if wanted == "auto":
         return "class" if "class" in usable else usable[0]
     if wanted not in usable:
