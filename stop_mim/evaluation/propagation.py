@@ -5,11 +5,13 @@ Nothing is trained: each patch takes the labels of its nearest patches in the fi
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
+import numpy as np
+import PIL.Image
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
@@ -27,6 +29,7 @@ from stop_mim.positions import Grid
 
 # Bounds memory; changes no result.
 COSINES_AT_A_TIME = 2**25
+LONG_SIDE_STEP = 64
 
 # Features and soft labels of the patches of one frame.
 LabelledFrame = tuple[Float[Tensor, "patches dim"], Float[Tensor, "patches classes"]]
@@ -34,8 +37,11 @@ LabelledFrame = tuple[Float[Tensor, "patches dim"], Float[Tensor, "patches class
 
 @dataclass(frozen=True)
 class PropagationConfig(Checked, group="video.propagation"):
-    """How labels go from frame to frame; the defaults are those of the paper."""
+    """How labels go from frame to frame; the defaults are those of the paper, which follows DINO."""
 
+    variant: Literal["dino", "soft"] = "dino"
+    """dino: seeds of one object per patch, and each object's map stretched to 0..1 before the largest is taken; soft: seeds
+    are fractions of patches, and maps are compared as they are."""
     short_side: Annotated[int, ABOVE_ZERO] = 480
     """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
     context_frames: Annotated[int, AT_LEAST_ZERO] = 7
@@ -48,21 +54,92 @@ class PropagationConfig(Checked, group="video.propagation"):
     """How many patches, of all in the window in all context frames, give their labels."""
 
 
-def feature_size(frame: tuple[int, int], patch: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """Return height and width of a frame for the encoder: its aspect ratio as nearly as whole patches allow."""
+Size = tuple[int, int]
+"""Height and width."""
+
+
+class Variant(NamedTuple):
+    """How frames and the first mask get to the size of the features, and propagated labels to that of the frame."""
+
+    size: Callable[[Size, Size, int], Size]
+    """Returns the size of images of frames of a size, for patches of a size and a short side."""
+    resize: Callable[[UInt8[Tensor, "b 3 h w"], Size], UInt8[Tensor, "b 3 h2 w2"]]
+    seeds: Callable[[UInt8[Tensor, "h w"], int, Grid], Float[Tensor, "patches classes"]]
+    """Returns the labels of the patches of a mask with so many classes."""
+    mask: Callable[[Float[Tensor, "classes rows columns"], Size, Size], UInt8[Tensor, "h w"]]
+    """Returns the mask of propagated labels, for patches of a size and a frame of a size."""
+
+
+def dino_size(frame: Size, patch: Size, short_side: int) -> Size:
+    """Return the short side and the long one floored to a multiple of 64; both are floored to whole patches."""
+    long = 0 if frame[0] > frame[1] else 1
+    sides = [short_side, short_side]
+    sides[long] = short_side * max(frame) // min(frame)
+    if sides[long] >= LONG_SIDE_STEP:
+        sides[long] -= sides[long] % LONG_SIDE_STEP
+    height, width = (max(1, side // length) * length for side, length in zip(sides, patch, strict=True))
+    return height, width
+
+
+def nearest_size(frame: Size, patch: Size, short_side: int) -> Size:
+    """Return the aspect ratio of the frame as nearly as whole patches allow."""
     scale = short_side / min(frame)
     height, width = (max(1, round(side * scale / length)) * length for side, length in zip(frame, patch, strict=True))
     return height, width
 
 
+def resize_plainly(frames: UInt8[Tensor, "b 3 h w"], size: Size) -> UInt8[Tensor, "b 3 h2 w2"]:
+    """Resize with bilinear interpolation, without antialiasing."""
+    return F.interpolate(frames.float(), size, mode="bilinear").round_().to(torch.uint8)
+
+
+def nearest(mask: UInt8[Tensor, "h w"], size: Size) -> UInt8[Tensor, "h2 w2"]:
+    """Return the pixels of a mask that are nearest to those of the size, on the CPU."""
+    # Pillow's choice where two are equally near, as in DINO.
+    resized = PIL.Image.fromarray(mask.cpu().numpy()).resize(size[::-1], PIL.Image.Resampling.NEAREST)
+    return torch.from_numpy(np.array(resized))
+
+
+def one_hot_labels(mask: UInt8[Tensor, "h w"], classes: int, grid: Grid) -> Float[Tensor, "patches classes"]:
+    """Return, for each patch, the object at its centre; an object thinner than a patch may have no patch at all."""
+    return F.one_hot(nearest(mask, grid).long().flatten(), classes).float()
+
+
+def area_labels(mask: UInt8[Tensor, "h w"], classes: int, grid: Grid) -> Float[Tensor, "patches classes"]:
+    """Return, for each patch, the fraction of its area that each object covers."""
+    one_hot = F.one_hot(mask.long(), classes).permute(2, 0, 1)[None].float()
+    return F.interpolate(one_hot, grid, mode="area")[0].flatten(1).T.contiguous()
+
+
+def stretched_mask(
+    maps: Float[Tensor, "classes rows columns"], patch: Size, size: Size
+) -> UInt8[Tensor, "height width"]:
+    """Return the object whose map, stretched to 0..1 over the frame, is highest at each pixel.
+
+    Maps are interpolated to the pixels of the features; the mask is resized to the frame.
+    """
+    wide = F.interpolate(maps[None], scale_factor=patch, mode="bilinear")[0]
+    low, high = wide.amin((1, 2), keepdim=True), wide.amax((1, 2), keepdim=True)
+    stretched = (wide - low) / torch.where(high > low, high - low, 1.0)
+    return nearest(stretched.argmax(0).to(torch.uint8), size)
+
+
+def plain_mask(maps: Float[Tensor, "classes rows columns"], patch: Size, size: Size) -> UInt8[Tensor, "height width"]:
+    """Return the object whose map, interpolated to the frame, is highest at each pixel."""
+    return F.interpolate(maps[None], size, mode="bilinear")[0].argmax(0).to(torch.uint8)
+
+
+VARIANTS = {
+    "dino": Variant(dino_size, resize_plainly, one_hot_labels, stretched_mask),
+    "soft": Variant(nearest_size, resize_batch, area_labels, plain_mask),
+}
+
+
 @torch.inference_mode()
-def patch_features(
-    encoder: FrozenEncoder, frame: UInt8[Tensor, "3 height width"], size: tuple[int, int], device: torch.device
-) -> Float[Tensor, "patches dim"]:
+def patch_features(encoder: FrozenEncoder, image: UInt8[Tensor, "1 3 height width"]) -> Float[Tensor, "patches dim"]:
     """Return the patch tokens, normalised to length one."""
-    images = normalise(resize_batch(frame[None].to(device), size), encoder.mean, encoder.std)
-    tokens = encoder(images)[0]
-    patches = math.prod(side // length for side, length in zip(size, encoder.patch_size, strict=True))
+    tokens = encoder(normalise(image, encoder.mean, encoder.std))[0]
+    patches = math.prod(side // length for side, length in zip(image.shape[2:], encoder.patch_size, strict=True))
     if len(tokens) != patches:
         raise InputError(
             f"The encoder gives {len(tokens)} tokens for {patches} patches: use one that gives one token per patch."
@@ -72,16 +149,6 @@ def patch_features(
             "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
         )
     return F.normalize(tokens.float(), dim=1)
-
-
-@torch.inference_mode()
-def patch_labels(mask: UInt8[Tensor, "height width"], classes: int, grid: Grid) -> Float[Tensor, "patches classes"]:
-    """Return, for each patch, the fraction of its area that each object covers.
-
-    Fractions rather than the object in the middle: an object thinner than a patch would otherwise have no patch at all.
-    """
-    one_hot = F.one_hot(mask.long(), classes).permute(2, 0, 1)[None].float()
-    return F.interpolate(one_hot, grid, mode="area")[0].flatten(1).T.contiguous()
 
 
 @torch.inference_mode()
@@ -105,9 +172,9 @@ def propagate_labels(
         near = _window(range(top, bottom), range(*reach.indices(rows)), columns, config.window, features.device)
         cosines = queries[top:bottom].flatten(0, 1) @ keys[:, reach].flatten(0, 2).T
         cosines = cosines.view(len(near), len(context), -1).masked_fill_(~near[:, None], -math.inf).flatten(1)
-        best, nearest = cosines.topk(min(config.neighbours, cosines.shape[1]), dim=1)
+        best, places = cosines.topk(min(config.neighbours, cosines.shape[1]), dim=1)
         weights = (best / config.temperature).softmax(1)
-        parts.append(torch.einsum("qn,qnc->qc", weights, values[:, reach].flatten(0, 2)[nearest]))
+        parts.append(torch.einsum("qn,qnc->qc", weights, values[:, reach].flatten(0, 2)[places]))
     return torch.cat(parts)
 
 
@@ -123,31 +190,26 @@ def _window(query_rows: range, key_rows: range, columns: int, window: int, devic
 
 
 @torch.inference_mode()
-def labels_to_mask(
-    labels: Float[Tensor, "patches classes"], grid: Grid, size: tuple[int, int]
-) -> UInt8[Tensor, "height width"]:
-    """Return the object with the highest label at each pixel; labels are interpolated bilinearly between patches."""
-    maps = labels.T.unflatten(1, grid)[None]
-    return F.interpolate(maps, size, mode="bilinear")[0].argmax(0).to(torch.uint8).cpu()
-
-
 def propagate(
     encoder: FrozenEncoder, video: Video, config: PropagationConfig, device: torch.device
 ) -> Iterator[UInt8[Tensor, "height width"]]:
     """Yield a mask for every frame, the given one first; the encoder is on the device, in evaluation mode."""
-    mask = video.first_mask()
+    variant, patch, mask = VARIANTS[config.variant], encoder.patch_size, video.first_mask()
     frame_size = (mask.shape[0], mask.shape[1])
-    size = feature_size(frame_size, encoder.patch_size, config.short_side)
-    grid = (size[0] // encoder.patch_size[0], size[1] // encoder.patch_size[1])
+    size = variant.size(frame_size, patch, config.short_side)
+    grid = (size[0] // patch[0], size[1] // patch[1])
+
+    def features_of(index: int) -> Float[Tensor, "patches dim"]:
+        return patch_features(encoder, variant.resize(video.frame(index)[None].to(device), size))
+
     before: deque[LabelledFrame] = deque(maxlen=config.context_frames)
-    features = patch_features(encoder, video.frame(0), size, device)
-    first = (features, patch_labels(mask.to(device), len(video.objects) + 1, grid))
+    first = (features_of(0), variant.seeds(mask, len(video.objects) + 1, grid).to(device))
     yield mask
     for index in range(1, len(video)):
-        features = patch_features(encoder, video.frame(index), size, device)
+        features = features_of(index)
         labels = propagate_labels(features, [first, *before], grid, config)
         before.append((features, labels))
-        yield labels_to_mask(labels, grid, frame_size)
+        yield variant.mask(labels.T.unflatten(1, grid), patch, frame_size).cpu()
 
 
 def segment_videos(

@@ -11,11 +11,9 @@ from stop_mim.data.videos import Video
 from stop_mim.errors import InputError
 from stop_mim.evaluation import propagation
 from stop_mim.evaluation.propagation import (
+    VARIANTS,
     PropagationConfig,
-    feature_size,
-    labels_to_mask,
     patch_features,
-    patch_labels,
     propagate,
     propagate_labels,
     segment_videos,
@@ -47,7 +45,7 @@ class DrawnVideo(Video):
 
     COLOURS = ((0, 0, 255), (255, 0, 0), (0, 255, 0))
 
-    def __init__(self, steps=((4, 4),), frames=10, size=(64, 80), starts=((8, 4), (40, 44))):
+    def __init__(self, steps=((4, 4),), frames=10, size=(64, 128), starts=((8, 4), (40, 44))):
         self.name = "drawn"
         self.masks = []
         for index in range(frames):
@@ -90,9 +88,10 @@ def mean_region(video, masks):
     return score_videos([video], lambda _: masks, foreground=True)["J_mean"]
 
 
-def test_a_moving_square_is_followed():
+@pytest.mark.parametrize("variant", ["dino", "soft"])
+def test_a_moving_square_is_followed(variant):
     video = DrawnVideo()
-    masks = propagated(MeanColour(), video)
+    masks = propagated(MeanColour(), video, variant=variant)
     assert len(masks) == 10
     assert torch.equal(masks[0], video.mask(0))
     assert mean_region(video, masks) > 0.97
@@ -107,15 +106,20 @@ def test_objects_that_pass_each_other_keep_their_numbers():
 
 
 @pytest.mark.parametrize(
-    ("frame", "patch", "short_side", "expected"),
+    ("variant", "frame", "patch", "short_side", "expected"),
     [
-        ((480, 854), (16, 16), 480, (480, 848)),
-        ((854, 480), (16, 8), 240, (432, 240)),
-        ((5, 500), (16, 16), 4, (16, 400)),
+        # Frames of DAVIS: 854 pixels are floored to 13 * 64, and then to whole patches.
+        ("dino", (480, 854), (16, 16), 480, (480, 832)),
+        ("dino", (1152, 480), (8, 8), 480, (1152, 480)),
+        ("dino", (480, 910), (14, 14), 480, (476, 896)),
+        ("dino", (10, 15), (4, 4), 32, (32, 48)),
+        ("soft", (480, 854), (16, 16), 480, (480, 848)),
+        ("soft", (854, 480), (16, 8), 240, (432, 240)),
+        ("soft", (5, 500), (16, 16), 4, (16, 400)),
     ],
 )
-def test_frames_are_resized_to_whole_patches(frame, patch, short_side, expected):
-    assert feature_size(frame, patch, short_side) == expected
+def test_frames_are_resized_to_whole_patches(variant, frame, patch, short_side, expected):
+    assert VARIANTS[variant].size(frame, patch, short_side) == expected
 
 
 def plain_propagation(features, context, grid, settings):
@@ -177,12 +181,12 @@ def test_the_context_is_the_first_frame_and_those_before(monkeypatch):
     video = DrawnVideo(frames=12, steps=((0, 0),))
     hues = [(40 + 10 * index, 200, 100) for index in range(12)]
     monkeypatch.setattr(
-        video, "frame", lambda index: torch.tensor(hues[index], dtype=torch.uint8)[:, None, None].expand(3, 64, 80)
+        video, "frame", lambda index: torch.tensor(hues[index], dtype=torch.uint8)[:, None, None].expand(3, 64, 128)
     )
     seen = []
 
     def recording(features, context, *rest):
-        known = [patch_features(MeanColour(), video.frame(index), (64, 80), CPU)[0] for index in range(12)]
+        known = [patch_features(MeanColour(), video.frame(index)[None])[0] for index in range(12)]
         seen.append([min(range(12), key=lambda i: float((known[i] - frame[0]).norm())) for frame, _ in context])
         return propagate_labels(features, context, *rest)
 
@@ -201,22 +205,28 @@ def test_the_context_is_the_first_frame_and_those_before(monkeypatch):
     assert seen == [[0]] * 11
 
 
-def test_labels_are_parts_of_patches():
+def test_seeds_are_objects_at_the_centres_of_patches_or_parts_of_patches():
     mask = torch.zeros(8, 12, dtype=torch.uint8)
-    mask[0:4, 0:2] = 1
+    mask[0:4, 0:3] = 1
     mask[7, 11] = 2
-    labels = patch_labels(mask, 3, (2, 3))
-    expected = torch.tensor([[0.5, 0.5, 0], *[[1, 0, 0]] * 4, [15 / 16, 0, 1 / 16]])
-    torch.testing.assert_close(labels, expected)
+    hard, soft = (VARIANTS[name].seeds(mask, 3, (2, 3)) for name in ("dino", "soft"))
+    assert hard.tolist() == [[0, 1, 0], *[[1, 0, 0]] * 5], "the pixel of the third object is no patch's centre"
+    torch.testing.assert_close(soft, torch.tensor([[0.25, 0.75, 0], *[[1, 0, 0]] * 4, [15 / 16, 0, 1 / 16]]))
 
 
-def test_masks_are_decided_at_the_size_of_the_frame():
+def test_masks_are_decided_between_patches():
     """Half a patch more of one number moves the border by pixels, not by patches."""
-    labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.0, 1.0]])
-    mask = labels_to_mask(labels, (1, 4), (8, 32))
+    maps = torch.tensor([[1.0, 0.25, 0.0, 0.0], [0.0, 0.75, 1.0, 1.0]])[:, None]
+    mask = VARIANTS["soft"].mask(maps, (8, 8), (8, 32))
     assert mask.dtype == torch.uint8
     # Centres at 4 and 12: between them 0.5 is reached after two thirds of the way.
     assert mask[0].tolist() == [0] * 9 + [1] * 23
+    # Stretched to 0..1 a weak object takes what is nearest to its own maximum.
+    weak = torch.tensor([[1.0, 0.9, 0.8, 0.8], [0.0, 0.1, 0.2, 0.2]])[:, None]
+    assert not VARIANTS["soft"].mask(weak, (8, 8), (8, 32)).any()
+    assert VARIANTS["dino"].mask(weak, (8, 8), (4, 16))[0].tolist() == [0] * 6 + [1] * 10
+    # An object that is nowhere stays away.
+    assert not VARIANTS["dino"].mask(torch.stack([torch.ones(2, 3), torch.zeros(2, 3)]), (4, 4), (8, 12)).any()
 
 
 def test_masks_are_saved_and_score_the_same(tmp_path):
@@ -243,9 +253,9 @@ def test_overlays_are_drawn(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["animation.webp", "contact_sheet.png"]
     with PIL.Image.open(folder / "animation.webp") as animation:
         assert animation.n_frames == 14
-        assert animation.size == (480, 384)
+        assert animation.size == (480, 240)
     with PIL.Image.open(folder / "contact_sheet.png") as sheet:
-        assert sheet.size == (4 * 320 + 3 * 4, 3 * 256 + 2 * 4)
+        assert sheet.size == (4 * 320 + 3 * 4, 3 * 160 + 2 * 4)
     with pytest.raises(InputError, match=r"video\.overlays is True"):
         VideoOptions(overlays=True)
 
@@ -253,9 +263,9 @@ def test_overlays_are_drawn(tmp_path):
 def test_tokens_that_are_no_patches_or_not_finite_are_refused():
     class WithClassToken(MeanColour):
         def forward(self, images):
-            return super().forward(images)[:, [0, *range(320)]]
+            return super().forward(images)[:, [0, *range(512)]]
 
-    with pytest.raises(InputError, match="321 tokens for 320 patches"):
+    with pytest.raises(InputError, match="513 tokens for 512 patches"):
         propagated(WithClassToken(), DrawnVideo())
     broken = MeanColour()
     broken.mean = (math.nan,) * 3
