@@ -91,7 +91,7 @@ def row_main(name: str, data: str, device_name: str, bench: BenchConfig) -> None
     started = time.perf_counter()
     run = open_run(config, way == "data", ProgressDisplay(shown=False), notes.append)
     device, images = run.inputs.ranks.device, run.inputs.per_device * run.inputs.batches_per_step
-    counts = TokenCounts.of(run.inputs.draw_masks(0), run.objective.encoder.grid)
+    counts = TokenCounts.of(run.inputs.draw_masks(0)[0], run.objective.encoder.grid)
     with steps_of(run) as step:
         work = _other_work(run, counts, OTHERS[way]) if way in OTHERS else step
         tokens = work()
@@ -148,7 +148,7 @@ def _other_work(run: Parts, counts: TokenCounts, name: str):
     inputs = run.inputs
     setting = Setting(run.config, inputs.ranks.device, counts, inputs.per_device, inputs.batches_per_step, run.autocast)
     contender = load_contenders()[name](setting)
-    images, given = next(run.images.starting_at(0)).images, inputs.draw_masks(0)
+    images, given = next(run.images.starting_at(0)).images, inputs.draw_masks(0)[0]
 
     def work() -> tuple[int, int]:
         masks = contender.collate() if name == OTHERS["plain"] else given

@@ -149,7 +149,7 @@ def measure_run(
     parts = measure_parts(run, uses_data, bench.steps, bench.warmup, show, warn)
     show("ceiling")
     with closing(run.images.starting_at(0)) as images:
-        batch = next(images).images, inputs.draw_masks(0)
+        batch = next(images).images, inputs.draw_masks(0)[0]
     counts = TokenCounts.of(batch[1], run.objective.encoder.grid)
     report = BenchReport(
         recipe=recipe,

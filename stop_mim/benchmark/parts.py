@@ -45,7 +45,7 @@ def measure_parts(
         batch = next(images).images
     # In training, too, masks are drawn outside the graph.
     found[MASKS] = measure(MASKS, lambda: inputs.draw_masks(0), capturable=False)
-    masks = inputs.draw_masks(0)
+    masks = inputs.draw_masks(0)[0]
     for name, work in forward_parts(run, batch, masks).items():
         found[name] = measure(name, work)
 
@@ -56,7 +56,10 @@ def measure_parts(
         loss.backward()
 
     found[BACKWARD] = measure(BACKWARD, gradients).less(found[FORWARD])
-    found = {name: spread.scaled(inputs.batches_per_step) for name, spread in found.items()}
+    # Masks are drawn for all batches of a step at once.
+    found = {
+        name: spread if name == MASKS else spread.scaled(inputs.batches_per_step) for name, spread in found.items()
+    }
     # The optimiser needs gradients, and not those inside a graph.
     gradients()
     found[OPTIMISER] = measure(OPTIMISER, run.trainer.optimiser.step)

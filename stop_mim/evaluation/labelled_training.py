@@ -27,6 +27,7 @@ from stop_mim.evaluation.task import Task
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.options import AugmentConfig
 from stop_mim.results import Score
+from stop_mim.seeds import derive_seed
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
 from stop_mim.training.callbacks.progress import ShowProgress
 from stop_mim.training.checkpoint import read_checkpoint
@@ -109,7 +110,8 @@ class LabelledTraining(Callback, ABC):
         assert batch.labels is not None
         if any_rank(len(batch.labels) < self.least_images, self.ranks):
             return torch.tensor([math.nan, 0.0, 1.0], device=self.ranks.device)
-        return self.update(batch.images, batch.labels, lr, seed)
+        rank = self.ranks.rank
+        return self.update(batch.images, batch.labels, lr, derive_seed(seed, "rank", rank) if rank else seed)
 
     @cached_property
     def _images(self) -> Batches:

@@ -88,7 +88,7 @@ class CapturedStep:
     """A step captured as one CUDA graph: after a few plain steps it is recorded once, then replayed.
 
     A replay launches all kernels of the step at once, so that a small model does not wait for Python. Batches are copied
-    to where the recorded kernels read them; scheduled values are in tensors, and the graph knows the step's generator.
+    to where the recorded kernels read them; scheduled values are in tensors, and the graph knows the step's generators.
     """
 
     def __init__(self, step: TrainingStep, first: Step, warn: Say) -> None:
@@ -134,7 +134,8 @@ class CapturedStep:
         ]
         self._step.optimiser.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._step.generator)
+        for generator in self._step.generators.values():
+            graph.register_generator_state(generator)
         try:
             with recording(graph):
                 outcome = self._step.run(self._inputs)
@@ -142,8 +143,8 @@ class CapturedStep:
             raise
         # An objective may do something that cannot be recorded. The step has not run, and can be taken plainly.
         except Exception as error:
-            # The old generator may believe that it is still being captured.
-            self._step.generator = torch.Generator(self._step.ranks.device)
+            # The old generators may believe that they are still being captured.
+            self._step.generators.clear()
             self._give_up(first_line(error))
             return None
         self._recorded = graph, outcome

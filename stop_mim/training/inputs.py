@@ -88,10 +88,17 @@ class StepInputs:
             replace_bad=True,
         )
 
-    def draw_masks(self, batch: int) -> Masks:
-        """Return the masks of the batch of that number."""
-        generator = seeded_generator(self.ranks.device, self.config.seed, "masks", batch, self.ranks.rank)
-        return self.masks.sample(self.per_device, self.ranks.device, generator)
+    def draw_masks(self, step: int) -> list[Masks]:
+        """Return the masks of this process's batches of a step.
+
+        They are drawn for the images of all processes at once and cut into batches, so that they do not depend on the
+        number of processes.
+        """
+        ranks, size = self.ranks, self.per_device
+        generator = seeded_generator(ranks.device, self.config.seed, "masks", step, 0)
+        masks = self.masks.sample(self.config.optim.batch_size, ranks.device, generator)
+        firsts = ((one * ranks.world_size + ranks.rank) * size for one in range(self.batches_per_step))
+        return [masks[first : first + size] for first in firsts]
 
     def starting_at(self, images: ImageBatches, first_step: int) -> Generator[MaskedBatches, None, None]:
         """Yield the inputs of every step from the first on, made ahead on a GPU."""
@@ -100,8 +107,8 @@ class StepInputs:
             yield from prefetched(self._with_masks(batches, first_step), self.ranks.device)
 
     def _with_masks(self, batches: Iterator[Batch], first_step: int) -> Iterator[MaskedBatches]:
-        for first in count(first_step * self.batches_per_step, self.batches_per_step):
-            yield [(next(batches).images, self.draw_masks(first + one)) for one in range(self.batches_per_step)]
+        for step in count(first_step):
+            yield [(next(batches).images, masks) for masks in self.draw_masks(step)]
 
 
 def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:

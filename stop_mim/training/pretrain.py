@@ -37,7 +37,7 @@ from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
 
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 REMEDY = "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint is not affected"
 
 
@@ -316,10 +316,10 @@ def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:
         "data": images.source.fingerprint(),
         "contents": images.source.contents(),
         **images.choices,
-        "world_size": inputs.ranks.world_size,
-        "batch_size_per_device": inputs.per_device,
         "device": inputs.ranks.device.type,
         "threads": torch.get_num_threads(),
+        # Such noise is relative to the other images on the device.
+        "batch_size_per_device": inputs.per_device if inputs.config.positions.conditioned else None,
     }
 
 
@@ -336,10 +336,10 @@ def check_continuation(before: Mapping[str, Any], now: Mapping[str, Any], data: 
     # A copy of the data has other times. Checkpoints of earlier versions have no contents.
     if before["data"] != now["data"] and before.get("contents") != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
-    if any(before[name] != now[name] for name in ("world_size", "batch_size_per_device")):
+    if before["batch_size_per_device"] != now["batch_size_per_device"]:
         display.warn(
-            f"This run began with {before['world_size']} process(es) of {before['batch_size_per_device']} images and "
-            f"continues with {now['world_size']} of {now['batch_size_per_device']}, with other random draws."
+            f"positions.conditioned is True and speed.batch_size_per_device was {before['batch_size_per_device']} and is "
+            f"{now['batch_size_per_device']} now: the noise of an image depends on it."
         )
     if now["device"] == "cpu" and before.get("threads", now["threads"]) != now["threads"]:
         display.warn(

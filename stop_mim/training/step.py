@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.masking import Masks
 from stop_mim.models.objective import Objective
+from stop_mim.models.predictor import Noise
+from stop_mim.seeds import derive_seed
 from stop_mim.training.config import OptimConfig
 from stop_mim.training.distributed import Ranks, reduce_mean
 from stop_mim.training.schedules import ScheduledValues
@@ -22,6 +24,9 @@ from stop_mim.training.schedules import ScheduledValues
 MaskedBatches = Sequence[tuple[Float[Tensor, "batch 3 height width"], Masks]]
 Outcome = Float[Tensor, "3"]
 """Loss, gradient norm, and whether the weights were updated, on the device."""
+
+SHARD_IMAGES = 64
+"""Images of a virtual shard: the noise of a step is drawn for so many images at a time, each from its own seed."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,11 @@ class TrainingStep:
     """Trains on batches, with scheduled values and a seed for the noise; returns an `Outcome`.
 
     Gradients of the batches are accumulated. Weight decay applies to matrices, not to biases, norms and other vectors.
-    All state that changes from step to step is in tensors and in `generator`, so that `run` can be captured as a CUDA
+    All state that changes from step to step is in tensors and in `generators`, so that `run` can be captured as a CUDA
     graph.
+
+    The noise belongs to the image's place in the batch of all processes, in virtual shards of `SHARD_IMAGES` images: any
+    number of processes and of accumulated batches draws the same.
 
     Args:
         model: the objective, or the objective wrapped for several processes.
@@ -77,8 +85,9 @@ class TrainingStep:
         self.model, self.objective, self.optimiser = model, objective, optimiser
         self.ranks, self.autocast = ranks, autocast
         self.clip_gradient_norm = clip_gradient_norm
-        self.generator = torch.Generator(ranks.device)
-        """Draws the noise of the positions."""
+        self.generators: dict[tuple[int, int], torch.Generator] = {}
+        """Draw the noise of the positions, by accumulated batch and virtual shard."""
+        self._seed = 0
         self._learned: list[Tensor] = [p for group in optimiser.param_groups for p in group["params"]]
         self._decaying: list[Tensor] = [parameter for parameter in self._learned if parameter.ndim > 1]
         self._kept = torch.ones((), device=ranks.device)
@@ -98,14 +107,16 @@ class TrainingStep:
                 group["lr"] = values.lr
         self._kept.fill_(1 - values.lr * values.weight_decay)
         self._target_weight.fill_(1 - values.ema_momentum)
-        self.generator.manual_seed(seed)
+        self._seed = seed
+        for (_, shard), generator in self.generators.items():
+            generator.manual_seed(self._seed_of(shard))
 
     def run(self, batches: MaskedBatches) -> Outcome:
         """Take the step that was scheduled."""
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.ranks.device)
         for number, (images, masks) in enumerate(batches, start=1):
-            noise = self.objective.draw_noise(masks, self.generator)
+            noise = self._draw_noise(masks, number - 1, len(batches))
             # Gradients are averaged over the processes once, with the last batch.
             waits = isinstance(self.model, DistributedDataParallel) and number < len(batches)
             with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
@@ -117,6 +128,33 @@ class TrainingStep:
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         self._update(norm, finite)
         return torch.stack([loss, norm.to(loss), finite.to(loss)])
+
+    def _draw_noise(self, masks: Masks, number: int, n_batches: int) -> Noise:
+        """Draw the noise of one of the accumulated batches: of each virtual shard that it has images of, its part."""
+        size, n_images = len(masks), len(masks) * n_batches * self.ranks.world_size
+        first = (number * self.ranks.world_size + self.ranks.rank) * size
+        parts = []
+        for shard in range(first // SHARD_IMAGES, -(-(first + size) // SHARD_IMAGES)):
+            start = shard * SHARD_IMAGES
+            drawn = min(SHARD_IMAGES, n_images - start)
+            wanted = slice(max(first - start, 0), min(first + size - start, drawn))
+            # Only the shape of the masks counts here.
+            like = Masks(masks.context[:1].expand(drawn, -1), masks.targets[:1].expand(drawn, -1, -1))
+            noise = self.objective.draw_noise(like, self._generator(number, shard))
+            parts.append([None if one is None else one.unflatten(0, (drawn, -1))[wanted] for one in noise])
+        context, masked = (
+            None if kind[0] is None else torch.cat(kind).flatten(0, 1) for kind in zip(*parts, strict=True)
+        )
+        return Noise(context, masked)
+
+    def _generator(self, number: int, shard: int) -> torch.Generator:
+        if (number, shard) not in self.generators:
+            generator = torch.Generator(self.ranks.device).manual_seed(self._seed_of(shard))
+            self.generators[number, shard] = generator
+        return self.generators[number, shard]
+
+    def _seed_of(self, shard: int) -> int:
+        return derive_seed(self._seed, "shard", shard) if shard else self._seed
 
     @torch.no_grad()
     def _update(self, norm: Float[Tensor, ""], finite: Bool[Tensor, ""]) -> None:

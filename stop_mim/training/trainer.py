@@ -77,7 +77,7 @@ class Trainer:
         model, optimiser: what `checkpoint` saves and `restore` loads.
         callbacks: called in this order.
         ranks: this process among all; default: one process on the CPU.
-        seed: each step gets a seed derived from this one, its number and the rank.
+        seed: each step gets a seed derived from this one and its number, the same in all processes.
         warn: shows a warning.
         max_not_finite: steps in a row without a finite loss after which TrainingDiverged is raised, with `remedy`.
     """
@@ -157,7 +157,7 @@ class Trainer:
             callback.before_step(self)
         self.values, self.measurements = self.schedule(self.done), {}
         batch = next(batches)
-        outcome = self.step(batch, self.values, derive_seed(self.seed, "step", self.done, self.ranks.rank))
+        outcome = self.step(batch, self.values, derive_seed(self.seed, "step", self.done, 0))
         self.done += 1
         return batch, outcome
 

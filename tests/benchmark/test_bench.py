@@ -128,7 +128,7 @@ def test_other_sizes_change_one_thing_each(tiny):
     assert [one.config.encoder.depth for one in made if one.change == "depth"] == [1, 4]
     assert [one.config.masks.context_tokens for one in made if one.change == "context"] == [4, 10]
     fewer = next(one.config for one in variants(tiny("mae"), TokenCounts(16, 4, 1, 12), 4) if one.change == "context")
-    assert opened(fewer).inputs.draw_masks(0).context.shape[1] == 2
+    assert opened(fewer).inputs.draw_masks(0)[0].context.shape[1] == 2
 
 
 def test_sizes_that_do_not_work_are_skipped_and_named(tiny, short, monkeypatch):

@@ -1,15 +1,12 @@
-"""Two processes: each with its own images, masks and noise, one model, one writer; and devices that are refused."""
+"""Several processes: one model, one writer, and the training that one process does; and devices that are refused."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_ranks, train_and_watch, train_in
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_colours, write_images
 
-import stop_mim
 from stop_mim.errors import InputError
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig, to_json
 from stop_mim.training.distributed import choose_device
@@ -25,75 +22,8 @@ SILENT = {
 }
 SILENT_STEPS = 3
 
-SCRIPT = """
-import io, os, sys
-from dataclasses import replace
-from pathlib import Path
-import torch
-from rich.console import Console
-from stop_mim.models.ijepa import IJEPA
-from stop_mim.training import distributed, pretrain
-from stop_mim.training.config import from_json
-from stop_mim.training.inputs import StepInputs
-from stop_mim.training.step import TrainingStep
-
-folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-seen = {"images": [], "masks": [], "seeds": [], "losses": [], "written": []}
-runs = [str(folder / name) for name in ("whole", "parts")]
-
-def watch(event, arguments):
-    written = event in ("os.mkdir", "os.rename", "os.remove")
-    if event == "open" and isinstance(arguments[0], (str, os.PathLike)):
-        written = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-    if written and any(str(arguments[0]).startswith(run) for run in runs):
-        seen["written"].append(str(arguments[0]))
-
-sys.addaudithook(watch)
-
-def forward(self, images, masks, *noise):
-    seen["images"].append(images.clone())
-    seen["masks"].append(masks.context.clone())
-    loss = real_forward(self, images, masks, *noise)
-    seen["losses"].append(loss.item())
-    return loss
-
-def step(self, batches, values, seed):
-    seen["seeds"].append(seed)
-    return real_step(self, batches, values, seed)
-
-def remember(parts, folder, display):
-    result = real_run(parts, folder, display)
-    seen.update(weights=parts.objective.state_dict())
-    seen["probes"] = any(getattr(callback, "probe", None) is not None for callback in parts.trainer.callbacks)
-    return result
-
-def open_images(self, *arguments):
-    batches = real_open(self, *arguments)
-    order = batches.order
-    indices = [order.indices(batch) for batch in range(order.batches_per_epoch)]
-    seen.update(indices=torch.cat(indices), n_images=len(order.images))
-    return batches
-
-real_forward, IJEPA.forward = IJEPA.forward, forward
-real_step, TrainingStep.__call__ = TrainingStep.__call__, step
-real_run, pretrain.run = pretrain.run, remember
-real_open, StepInputs.open_images = StepInputs.open_images, open_images
-quiet = Console(file=io.StringIO())
-
-with distributed.process_group("cpu") as ranks:
-    seen["ranks"] = (ranks.rank, ranks.world_size, ranks.is_main)
-    seen["any"] = [distributed.any_rank(rank == 1, ranks), distributed.any_rank(False, ranks)]
-    seen["mean"] = distributed.reduce_mean(torch.tensor(float(rank)), ranks).item()
-    seen["broadcast"] = distributed.broadcast(f"from {rank}", ranks)
-    config = from_json((folder / "wanted.json").read_text())
-    pretrain.train(replace(config, out=runs[0]), console=quiet)
-    torch.save(seen, folder / f"rank{rank}.pt")
-    pretrain.train(replace(config, out=runs[1], stop_after_steps=int(sys.argv[2])), console=quiet)
-    pretrain.resume(runs[1], console=quiet)
-    for file in sorted((folder / "silent").iterdir()):
-        pretrain.train(replace(from_json(file.read_text()), out=str(folder / "silent runs" / file.stem)), console=quiet)
-        torch.save(seen["weights"], folder / f"{file.stem}.rank{rank}.pt")
-"""
+# Five steps reach into the second epoch; the virtual shards of three images fit no batch.
+STEPS, SHARD = 5, 3
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +40,7 @@ def run(tmp_path_factory):
     for name, positions in SILENT.items():
         config = tiny_config(data, speed=speed, positions=positions, stop_after_steps=SILENT_STEPS)
         (folder / "silent" / f"{name}.json").write_text(to_json(config))
-    (folder / "script.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stop_mim.__path__[0]).parent)}
-    done = subprocess.run(
-        [*launch, str(folder / "script.py"), str(folder), str(MID_EPOCH)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert run_ranks(2, train_and_watch, folder, MID_EPOCH) == [0, 0]
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
@@ -145,9 +65,8 @@ def test_each_process_has_its_own_images_masks_and_noise(run):
         assert not torch.equal(ours, theirs)
     equal = [torch.equal(*pair) for pair in zip(seen[0]["masks"], seen[1]["masks"], strict=True)]
     assert sum(equal) < 0.05 * len(equal)
-    # The noise of a step is a function of its seed.
-    seeds = [seed for one in seen for seed in one["seeds"]]
-    assert len(set(seeds)) == len(seeds) == 2 * TOTAL
+    noise = [tuple(values) for one in seen for values in one["noise"]]
+    assert len(set(noise)) == len(noise) == 4 * TOTAL
 
 
 def test_the_model_is_the_same_in_all_processes_and_has_moved(run):
@@ -179,6 +98,36 @@ def test_a_run_of_two_processes_is_resumed_bit_for_bit(run):
     folder, _ = run
     assert_same_checkpoint(checkpoint_at(folder / "whole", TOTAL), checkpoint_at(folder / "parts", TOTAL))
     assert [line["step"] for line in read_metrics(folder / "parts")] == list(range(1, TOTAL + 1))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same run of five steps by one process and by four, and by two, then four, then one."""
+    folder = tmp_path_factory.mktemp("any")
+
+    def go(name, processes, per_device, stop, resumes=False):
+        speed = SpeedConfig("cpu", batch_size_per_device=per_device, workers=0)
+        noisy = PositionsConfig(sigma=1.0)
+        config = tiny_config("scenes:count=24,size=32", speed=speed, positions=noisy, stop_after_steps=stop)
+        assert run_ranks(processes, train_in, folder / name, config, resumes, SHARD) == [0] * processes
+
+    go("one", 1, None, STEPS)
+    go("four", 4, 1, STEPS)
+    go("changing", 2, None, 1)
+    go("changing", 4, 2, 4, resumes=True)
+    go("changing", 1, 4, STEPS, resumes=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["four", "changing"])
+def test_any_number_of_processes_trains_the_same(runs, name):
+    losses, others = ([line["loss"] for line in read_metrics(runs / run)] for run in ("one", name))
+    assert len(losses) == STEPS
+    # Within rounding: sums over images are added up batch by batch.
+    assert others == pytest.approx(losses, rel=1e-6)
+    ours, theirs = (checkpoint_at(runs / run, STEPS).tensors for run in ("one", name))
+    for tensor in (tensor for tensor in ours if tensor.startswith("model.")):
+        torch.testing.assert_close(theirs[tensor], ours[tensor], rtol=1e-4, atol=1e-6, msg=tensor)
 
 
 def test_the_first_process_probes_and_the_other_does_not(run):

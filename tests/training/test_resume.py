@@ -15,7 +15,7 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_i
 from stop_mim.errors import InputError
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import PositionsConfig, SpeedConfig
 from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
@@ -210,12 +210,13 @@ def test_another_number_of_threads_is_told(tmp_path, monkeypatch):
     assert "This run used 1 CPU thread(s) and continues with 3" in text
 
 
-def test_another_batch_size_per_device_is_told(tmp_path):
-    config = tiny_config(out=tmp_path / "run", stop_after_steps=4)
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_another_batch_size_per_device_is_told_if_the_noise_depends_on_it(tmp_path, conditioned):
+    config = tiny_config(out=tmp_path / "run", stop_after_steps=1, positions=PositionsConfig(conditioned=conditioned))
     run(config)
-    result, text = quietly(resume, tmp_path / "run", speed=replace(config.speed, batch_size_per_device=8))
-    assert "began with 1 process(es) of 4 images and continues with 1 of 8" in text
-    assert result.finished
+    speed = replace(config.speed, batch_size_per_device=8)
+    _, text = quietly(resume, tmp_path / "run", speed=speed, stop_after_steps=2)
+    assert ("was 4 and is 8 now" in text) == conditioned
 
 
 def test_a_run_whose_memory_became_scarce_has_the_images_where_they_were(tmp_path, equal_images, monkeypatch):

@@ -156,6 +156,29 @@ def test_the_seed_decides_the_noise_and_torchs_own_generator_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def whole_noise(step, processes, n_batches, images=8):
+    """The noise of all images of a step, from all processes."""
+    masks, parts = a_batch(count=images // processes // n_batches)[1], {}
+    for rank in range(processes):
+        step.ranks, step.generators = Ranks(rank, processes, processes, CPU), {}
+        # The second time, the generators exist already.
+        for _ in range(2):
+            step.schedule(VALUES, seed=5)
+            parts |= {(number, rank): step._draw_noise(masks, number, n_batches).masked for number in range(n_batches)}
+    return torch.cat([parts[place] for place in sorted(parts)])
+
+
+@pytest.mark.parametrize("shard_images", [3, 4, 64])
+def test_the_noise_of_a_step_does_not_depend_on_the_processes(monkeypatch, shard_images):
+    monkeypatch.setattr("stop_mim.training.step.SHARD_IMAGES", shard_images)
+    objective, optimiser = make(sigma=4.0)
+    step = TrainingStep(objective, objective, optimiser, ALONE, nullcontext())
+    whole = whole_noise(step, 1, 1)
+    assert len(whole.flatten(1).unique(dim=0)) == len(whole)
+    for processes, n_batches in ((1, 4), (2, 1), (4, 2), (8, 1)):
+        assert torch.equal(whole_noise(step, processes, n_batches), whole)
+
+
 OTHERS = {
     "mae": (ObjectiveConfig("mae"), MaskConfig("random"), RandomMasks(4)),
     "data2vec": (ObjectiveConfig("data2vec", target_layers=2), MaskConfig("blockwise"), BlockwiseMasks(4)),
