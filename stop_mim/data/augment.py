@@ -6,11 +6,13 @@ equals torchvision's on one image.
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import center_crop, resize
 
 from stop_mim.errors import InputError
@@ -26,6 +28,7 @@ Pixels = Float[Tensor, "b c h w"] | UInt8[Tensor, "b c h w"]
 Draws = Float64[Tensor, "b draws"]
 Bounds = tuple[float, float]
 ChannelValues = tuple[float, float, float]
+Interpolation = Literal["bilinear", "bicubic"]
 
 # The columns of the draws of an image: two for each attempt to crop, then one each.
 _ATTEMPTS = 10
@@ -86,18 +89,25 @@ def crop_and_resize(
     boxes: Int[Tensor, "b 4"],
     size: tuple[int, int],
     flip: Bool[Tensor, " b"] | None = None,
+    interpolation: Interpolation = "bilinear",
 ) -> Float[Tensor, "b c h2 w2"]:
     """Cut each image's (top, left, height, width), which must lie inside it, and resize it with antialiasing.
 
     Values keep their scale: bytes become floats in 0..255, not rounded. Images in `flip` are mirrored left to right.
     """
-    rows = _resize_weights(boxes[:, 0::2], images.shape[2], size[0], None)
-    columns = _resize_weights(boxes[:, 1::2], images.shape[3], size[1], flip)
-    return _apply_separable(images, rows, columns)
+    rows = _resize_weights(boxes[:, 0::2], images.shape[2], size[0], None, interpolation)
+    columns = _resize_weights(boxes[:, 1::2], images.shape[3], size[1], flip, interpolation)
+    resized = _apply_separable(images, rows, columns)
+    # A cubic overshoots at edges; bytes cannot.
+    return resized if interpolation == "bilinear" or images.is_floating_point() else resized.clamp_(0, 255)
 
 
 def _resize_weights(
-    spans: Int[Tensor, "b 2"], length: int, out_length: int, flip: Bool[Tensor, " b"] | None
+    spans: Int[Tensor, "b 2"],
+    length: int,
+    out_length: int,
+    flip: Bool[Tensor, " b"] | None,
+    interpolation: Interpolation,
 ) -> Float[Tensor, "b out_length length"]:
     start, extent = spans[:, :1], spans[:, 1:]
     step = extent / out_length
@@ -109,8 +119,16 @@ def _resize_weights(
     positions = torch.arange(length, device=spans.device) - start
     inside = (positions >= 0) & (positions < extent)
     distances = ((positions + 0.5)[:, None] - centres[:, :, None]).div_(width).abs_()
-    weights = (1 - distances).clamp_(min=0).mul_(inside[:, None])
+    weights = (1 - distances).clamp_(min=0) if interpolation == "bilinear" else _cubic(distances)
+    weights = weights.mul_(inside[:, None])
     return weights.div_(weights.sum(dim=2, keepdim=True))
+
+
+def _cubic(distances: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return the weights of Pillow's bicubic filter: a convolution kernel with a = -1/2 that ends at 2."""
+    near = (1.5 * distances - 2.5) * distances.square() + 1
+    far = ((2.5 - 0.5 * distances) * distances - 4) * distances + 2
+    return torch.where(distances < 1, near, far) * (distances < 2)
 
 
 def _apply_separable(
@@ -219,9 +237,10 @@ class RandomCrop:
         size: tuple[int, int],
         mean: ChannelValues = IMAGENET_MEAN,
         std: ChannelValues = IMAGENET_STD,
+        interpolation: Interpolation = "bilinear",
     ) -> None:
         _check_size(size)
-        self.config, self.size, self.mean, self.std = config, size, mean, std
+        self.config, self.size, self.mean, self.std, self.interpolation = config, size, mean, std, interpolation
 
     @property
     def stored_size(self) -> tuple[int, int]:
@@ -242,7 +261,8 @@ class RandomCrop:
         else:
             boxes = scale_boxes(self.boxes(original_sizes, draws), original_sizes, (height, width))
         flip = _choose(self.config.flip_probability, draws[:, _FLIP])
-        return self._recolour(crop_and_resize(images, boxes, self.size, flip).div_(255), draws)
+        crops = crop_and_resize(images, boxes, self.size, flip, self.interpolation)
+        return self._recolour(crops.div_(255), draws)
 
     def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h w"]:
         """Return the view of images whose boxes were cut and resized before."""
@@ -306,11 +326,13 @@ class TestView:
         resize_to: int | None = None,
         mean: ChannelValues = IMAGENET_MEAN,
         std: ChannelValues = IMAGENET_STD,
+        interpolation: Interpolation = "bilinear",
     ) -> None:
         _check_size(size)
         if resize_to is not None and resize_to < max(size):
             raise InputError(f"resize_to is {resize_to}: a crop of {size} needs at least {max(size)}.")
         self.size, self.resize_to, self.mean, self.std = size, resize_to, mean, std
+        self.interpolation: Interpolation = interpolation
 
     @property
     def stored_size(self) -> tuple[int, int] | None:
@@ -319,9 +341,9 @@ class TestView:
 
     def cut(self, images: UInt8[Tensor, "*b 3 h w"]) -> UInt8[Tensor, "*b 3 h2 w2"]:
         """Resize and cut one image or a batch, on its device."""
-        if self.resize_to is None:
-            return resize(images, list(self.size), antialias=True)
-        return center_crop(resize(images, [self.resize_to], antialias=True), list(self.size))
+        size = list(self.size) if self.resize_to is None else [self.resize_to]
+        resized = resize(images, size, InterpolationMode(self.interpolation), antialias=True)
+        return resized if self.resize_to is None else center_crop(resized, list(self.size))
 
     def of_whole(
         self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None, original_sizes: Tensor | None = None

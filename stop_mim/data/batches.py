@@ -375,7 +375,7 @@ class ImageCutter:
             if isinstance(self.view, TestView):
                 crops[place] = self.view.cut(pixels.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
             else:
-                crops[place] = cut(pixels, box, self.view.size)
+                crops[place] = cut(pixels, box, self.view.size, self.view.interpolation)
 
 
 class _Slots:
@@ -552,7 +552,9 @@ class _GpuDecoded:
             good = {at: image for at, image in zip(group, decoded, strict=True) if image is not None}
             failed += [places[at] for at in group if at not in good]
             if good:
-                crops = cut_each(list(good.values()), [boxes[places[at]] for at in good], self.cutter.view.size)
+                view = self.cutter.view
+                inside = [boxes[places[at]] for at in good]
+                crops = cut_each(list(good.values()), inside, view.size, view.interpolation)
                 pixels[torch.tensor([places[at] for at in good], device=self.device)] = crops
         return failed
 

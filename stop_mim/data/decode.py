@@ -22,7 +22,7 @@ from PIL import ExifTags
 from torch import Tensor
 from torch.nn import functional
 
-from stop_mim.data.augment import crop_and_resize
+from stop_mim.data.augment import Interpolation, crop_and_resize
 from stop_mim.errors import first_line
 
 MAX_PIXELS = 2**26
@@ -149,13 +149,15 @@ def _scaled(box: Box, rows: float, columns: float) -> Box:
     return top, left, ends[0] - top, ends[1] - left
 
 
-def cut(pixels: UInt8[Tensor, "height width 3"], box: Box, size: tuple[int, int]) -> UInt8[Tensor, "height2 width2 3"]:
-    """Cut a box, which must lie inside the image, and resize it with antialiased bilinear interpolation."""
+def cut(
+    pixels: UInt8[Tensor, "height width 3"], box: Box, size: tuple[int, int], interpolation: Interpolation = "bilinear"
+) -> UInt8[Tensor, "height2 width2 3"]:
+    """Cut a box, which must lie inside the image, and resize it with antialiasing."""
     top, left, height, width = box
     # A batch of one in channels-last layout: the resizing of bytes works pixel by pixel, and is quickest there.
     images = pixels.contiguous()[None].permute(0, 3, 1, 2)
     inside = images[:, :, top : top + height, left : left + width]
-    return functional.interpolate(inside, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+    return functional.interpolate(inside, size, mode=interpolation, antialias=True)[0].permute(1, 2, 0)
 
 
 def image_size(encoded: bytes | io.BufferedReader, name: str) -> tuple[int, int]:
@@ -380,13 +382,13 @@ def bounded_groups(areas: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
 
 
 def cut_each(
-    images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[int, int]
+    images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[int, int], interpolation: Interpolation = "bilinear"
 ) -> UInt8[Tensor, "batch 3 height width"]:
     """Cut a box out of each image, whatever its size, and resize it with antialiasing, on the images' device."""
     crops = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=images[0].device)
     for group in bounded_groups([(box[2], box[3]) for box in boxes]):
         stacked, inside = _stack([images[place] for place in group], [boxes[place] for place in group])
-        resized = crop_and_resize(stacked, inside.to(crops.device), size).round_().clamp_(0, 255)
+        resized = crop_and_resize(stacked, inside.to(crops.device), size, None, interpolation).round_().clamp_(0, 255)
         crops[torch.tensor(group, device=crops.device)] = resized.to(torch.uint8)
     return crops
 

@@ -24,7 +24,8 @@ class EvaluateConfig(Checked):
     label: str = "auto"
     """Which label to predict, for data that have several; auto: each of them."""
     protocol: str = "auto"
-    """imagenet, places205, places365, inat18, cifar100, clevr-count, clevr-dist or generic; auto: chosen by the data."""
+    """imagenet, places205, places365, inat18, cifar100, cifar100-crops, clevr-count, clevr-dist or generic; auto: chosen
+    by the data."""
     image_size: Annotated[int | None, ABOVE_ZERO] = None
     """Side of the images in pixels; not given: the size that the encoder was trained at."""
     seed: int = 0

@@ -107,7 +107,8 @@ def encoder_fingerprint(encoder: FrozenEncoder) -> str:
 
 def features_folder(fingerprint: str, source: ImageSource, view: TestView, layers: int, device: torch.device) -> Path:
     """Return the cache folder of the features; a GPU, which computes in bf16, has other ones than the CPU."""
-    key = digest([VERSION, fingerprint, source.fingerprint(), view.size, view.resize_to, layers, device.type])
+    seen = [source.fingerprint(), view.size, view.resize_to, view.interpolation]
+    key = digest([VERSION, fingerprint, *seen, layers, device.type])
     return cache_folder() / "features" / key
 
 

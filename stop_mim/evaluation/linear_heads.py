@@ -68,10 +68,27 @@ class SynchronisedBatchNorm(nn.BatchNorm1d):
         return (features - mean) * (variance + self.eps).rsqrt()
 
 
-class LinearHeads(nn.Module):
-    """Linear classifiers side by side; those with BatchNorm share one, as it has no parameters."""
+class ScaleAndShift(nn.Module):
+    """The parameters of a BatchNorm, after its standardisation."""
 
-    def __init__(self, heads: Sequence[Head], dim: int, classes: int, ranks: Ranks, seed: int = 0) -> None:
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+
+    def forward(self, features: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+        return torch.addcmul(self.bias, features, self.weight)
+
+
+class LinearHeads(nn.Module):
+    """Linear classifiers side by side; those with BatchNorm share its statistics.
+
+    Args:
+        affine: each BatchNorm has a scale and a shift, as VISSL's, which are trained with the head.
+    """
+
+    def __init__(
+        self, heads: Sequence[Head], dim: int, classes: int, ranks: Ranks, seed: int = 0, affine: bool = False
+    ) -> None:
         super().__init__()
         self.heads, self.dim, self.layers = tuple(heads), dim, max(head.layers for head in heads)
         self.norm = SynchronisedBatchNorm(dim * self.layers, ranks)
@@ -83,12 +100,18 @@ class LinearHeads(nn.Module):
             nn.init.normal_(linear.weight, std=0.01, generator=generator)
             nn.init.zeros_(linear.bias)
         self.linears: Sequence[nn.Linear] = nn.ModuleList(linears)  # type: ignore[assignment]
+        norms = [affine and head.batch_norm for head in heads]
+        widths = [linear.in_features for linear in linears]
+        self.affines: Sequence[nn.Module] = nn.ModuleList(  # type: ignore[assignment]
+            ScaleAndShift(width) if norm else nn.Identity() for norm, width in zip(norms, widths, strict=True)
+        )
 
     def logits(self, features: Float[Tensor, "batch layers_times_dim"]) -> Float[Tensor, "heads batch classes"]:
         """Return the class scores of each head; a head takes the last columns of the features."""
         normed = self.norm(features)
         inputs = [(normed if head.batch_norm else features)[:, -head.layers * self.dim :] for head in self.heads]
-        return torch.stack([linear(part) for linear, part in zip(self.linears, inputs, strict=True)])
+        ends = zip(self.linears, self.affines, inputs, strict=True)
+        return torch.stack([linear(affine(part)) for linear, affine, part in ends])
 
     def forward(
         self, features: Float[Tensor, "batch layers_times_dim"], labels: Int[Tensor, " batch"]

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stop_mim.data.augment import STORED_TO_USED, RandomCrop, TestView, WholeImage
+from stop_mim.data.augment import STORED_TO_USED, Interpolation, RandomCrop, TestView, WholeImage
 from stop_mim.data.image_source import ImageSource, common_size
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import FrozenEncoder
@@ -23,6 +23,8 @@ class Protocol:
     """Epochs, counted from 0, at whose start the learning rate falls to a tenth."""
     final_factor: float | None = None
     """The learning rate follows a cosine down to this fraction; None: it falls at the milestones."""
+    by_epoch: bool = True
+    """A cosine changes the learning rate at the start of each epoch, and not with every step."""
     lrs: tuple[float, ...] = (0.01,)
     """Learning rates for a batch of 256 images, tried at once; they are scaled linearly with the batch size."""
     weight_decay: float = 5e-4
@@ -33,6 +35,8 @@ class Protocol:
     """What is seen of a training image; both kinds are also flipped, half of the time."""
     test_view: Literal["resize_crop", "resize"] = "resize_crop"
     """resize_crop: the short side to 8/7 of the size, then the centre; resize: the whole image, both sides resized."""
+    interpolation: Interpolation = "bicubic"
+    """How training and test images are resized."""
     label: str = "class"
     """The label that it is for."""
     classes: int | None = None
@@ -46,22 +50,25 @@ class Protocol:
     def training_view(self, encoder: FrozenEncoder, augment: AugmentConfig) -> RandomCrop:
         """Return what the encoder is shown of a training image."""
         kind = RandomCrop if self.train_view == "random_resized_crop" else WholeImage
-        return kind(augment, encoder.image_size, encoder.mean, encoder.std)
+        return kind(augment, encoder.image_size, encoder.mean, encoder.std, self.interpolation)
 
     def test_view_of(self, encoder: FrozenEncoder) -> TestView:
         """Return what the encoder is shown of a test image."""
         resize_to = round(STORED_TO_USED * max(encoder.image_size)) if self.test_view == "resize_crop" else None
-        return TestView(encoder.image_size, resize_to, encoder.mean, encoder.std)
+        return TestView(encoder.image_size, resize_to, encoder.mean, encoder.std, self.interpolation)
 
 
-_WHOLE = Protocol("", 28, train_view="resize_flip", test_view="resize")
+# VISSL's configurations of datasets resize bilinearly; those of ViTs, which replace the views of all but CLEVR, bicubically.
+_WHOLE = Protocol("", 28, train_view="resize_flip", test_view="resize", interpolation="bilinear")
 _PROTOCOLS = (
     Protocol("imagenet", 28, (8, 16, 24), classes=1000),
     Protocol("places205", 14, (4, 8, 12), classes=205),
     # Not in the paper: as Places205.
     Protocol("places365", 14, (4, 8, 12), classes=365),
     Protocol("inat18", 84, (24, 48, 72), classes=8142),
+    # The dataset's configuration, and the one with the views of a ViT's.
     replace(_WHOLE, name="cifar100", milestones=(8, 16, 24), classes=100),
+    Protocol("cifar100-crops", 28, (8, 16, 24), classes=100),
     replace(_WHOLE, name="clevr-count", epochs=50, final_factor=0.01, label="count", classes=8),
     replace(_WHOLE, name="clevr-dist", epochs=100, final_factor=0.01, label="distance", classes=6),
     # Any other labelled data: as ImageNet, with steps that reach the optimum on small datasets too.
@@ -69,6 +76,7 @@ _PROTOCOLS = (
         "generic",
         28,
         final_factor=0.0,
+        by_epoch=False,
         lrs=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03),
         weight_decay=1e-7,
         preconditioned=True,

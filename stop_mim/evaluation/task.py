@@ -47,7 +47,8 @@ class Task(ABC):
     def settings(self) -> dict[str, Any]:
         """Return the protocol's name and all settings that the scores depend on, as plain values."""
         protocol = self.subject.protocol(self.data)
-        return {"name": protocol.name, "test_view": protocol.test_view, **plain(self.options)}
+        views = {"test_view": protocol.test_view, "interpolation": protocol.interpolation}
+        return {"name": protocol.name, **views, **plain(self.options)}
 
     @abstractmethod
     def run(self) -> Iterator[Score]:

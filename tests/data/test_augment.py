@@ -7,6 +7,7 @@ import pytest
 import torch
 from random_images import RATIO, SCALE, any_boxes, random_bytes, random_floats, repeated, seeded
 from torchvision.transforms import RandomResizedCrop
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as reference
 
 from stop_mim.data import augment
@@ -97,22 +98,27 @@ def test_boxes_lie_inside_images_of_any_size_and_inside_squashed_copies():
     assert augment.scale_boxes(whole, sizes, (48, 64)).equal(torch.tensor([[0, 0, 48, 64]]).expand(20_000, 4))
 
 
-def resized_crop(image, box, size):
-    return reference.resized_crop(image, *box.tolist(), list(size), antialias=True)
+def resized_crop(image, box, size, interpolation):
+    kind = InterpolationMode(interpolation)
+    return reference.resized_crop(image, *box.tolist(), list(size), interpolation=kind, antialias=True)
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(
     ("stored", "size"), [((64, 64), (64, 64)), ((40, 56), (16, 24)), ((20, 12), (48, 33)), ((150, 200), (64, 7))]
 )
-def test_crop_and_resize_equals_torchvision(stored, size):
+def test_crop_and_resize_equals_torchvision(stored, size, interpolation):
     boxes = any_boxes(*stored, count=13)
     images = random_floats(len(boxes), *stored)
-    expected = torch.stack([resized_crop(i, box, size) for i, box in zip(images, boxes, strict=True)])
-    torch.testing.assert_close(augment.crop_and_resize(images, boxes, size), expected, atol=1e-5, rtol=0)
-    # Bytes keep their scale.
+    expected = torch.stack([resized_crop(i, box, size, interpolation) for i, box in zip(images, boxes, strict=True)])
+    found = augment.crop_and_resize(images, boxes, size, None, interpolation)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    # Bytes keep their scale, and the range of bytes.
     as_bytes = (images * 255).round().to(torch.uint8)
-    expected = torch.stack([resized_crop(i.float(), box, size) for i, box in zip(as_bytes, boxes, strict=True)])
-    torch.testing.assert_close(augment.crop_and_resize(as_bytes, boxes, size), expected, atol=1e-3, rtol=0)
+    pairs = zip(as_bytes, boxes, strict=True)
+    expected = torch.stack([resized_crop(i.float(), box, size, interpolation) for i, box in pairs]).clamp(0, 255)
+    found = augment.crop_and_resize(as_bytes, boxes, size, None, interpolation)
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
 
 
 def test_flip_mirrors_the_chosen_images_only():

@@ -13,7 +13,7 @@ import PIL.Image
 import pytest
 import torch
 from painted_images import COUNT, Painted, bytes_of, picture, read_colours, write_pictures
-from torchvision.transforms.v2 import CenterCrop, Compose, Resize
+from torchvision.transforms.v2 import CenterCrop, Compose, InterpolationMode, Resize
 
 from stop_mim.data import batches as batches_module
 from stop_mim.data import decode as decode_module
@@ -33,6 +33,7 @@ RICH = AugmentConfig(
 )
 PLAIN = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(1.0, 1.0))
 BAD = (0, 17, 18, 41, 59)
+ZEROS, ONES = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 WAYS = [("resident", 0), ("streaming", 0), ("streaming", 2)]
 
 
@@ -186,15 +187,15 @@ def test_only_the_images_of_the_order_are_read_and_resident_ones_once(mode):
     assert mode == "streaming" or len(source.reads) == len(images)
 
 
-@pytest.mark.parametrize("resize_to", [None, 16])
+@pytest.mark.parametrize(("resize_to", "interpolation"), [(None, "bilinear"), (16, "bicubic")])
 @pytest.mark.parametrize(
     ("sizes", "in_memory", "workers"),
     [(((20, 30),), True, 0), (((20, 30), (40, 24), (9, 60)), False, 0), (((20, 30), (40, 24), (9, 60)), False, 2)],
 )
-def test_test_views_are_those_of_torchvision_bit_by_bit(resize_to, sizes, in_memory, workers):
+def test_test_views_are_those_of_torchvision_bit_by_bit(resize_to, interpolation, sizes, in_memory, workers):
     source, images = Painted(sizes=sizes, in_memory=in_memory), np.array([7, 5, 31, 2, 44])
-    view = TestView((14, 12), resize_to, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    expected = Resize((14, 12)) if resize_to is None else Compose([Resize(resize_to), CenterCrop((14, 12))])
+    view, kind = TestView((14, 12), resize_to, ZEROS, ONES, interpolation), InterpolationMode(interpolation)
+    expected = Resize((14, 12), kind) if resize_to is None else Compose([Resize(16, kind), CenterCrop((14, 12))])
     found = take(make(source, "auto", workers, SequentialOrder(images, 2), view=view), 9)
     assert [batch.indices.tolist() for batch in found] == [[7, 5], [31, 2], [44]]
     for index, image in zip(images.tolist(), torch.cat([batch.images for batch in found]), strict=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from painted_images import picture as smooth
 from PIL import ImageOps
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import resized_crop
 
 from stop_mim.data import decode
@@ -286,11 +287,12 @@ def test_a_jpeg_that_is_cut_off_is_bad_at_any_size():
 
 @pytest.mark.parametrize("box", [(0, 0, 50, 70), (3, 5, 40, 33), (49, 69, 1, 1)])
 @pytest.mark.parametrize("size", [(24, 12), (64, 80)])
-def test_a_part_is_that_of_torchvision(box, size):
+@pytest.mark.parametrize("kind", [InterpolationMode.BILINEAR, InterpolationMode.BICUBIC])
+def test_a_part_is_that_of_torchvision(box, size, kind):
     pixels = torch.from_numpy(np.array(smooth(0, 50, 70)))
-    expected = resized_crop(pixels.permute(2, 0, 1).contiguous(), *box, list(size), antialias=True)
+    expected = resized_crop(pixels.permute(2, 0, 1).contiguous(), *box, list(size), kind, antialias=True)
     for layout in (pixels, pixels.permute(2, 0, 1).contiguous().permute(1, 2, 0)):
-        assert (cut(layout, box, size).int() - expected.permute(1, 2, 0).int()).abs().max() <= 1
+        assert (cut(layout, box, size, kind.value).int() - expected.permute(1, 2, 0).int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("sizes", [((40, 60), (50, 30), (33, 33), (9, 90)), ((40, 60),)])
@@ -300,8 +302,8 @@ def test_parts_that_are_cut_together_are_each_their_own(sizes, at_once, monkeypa
     images = [torch.from_numpy(np.array(smooth(n, *sizes[n % len(sizes)]))).permute(2, 0, 1) for n in range(12)]
     known = torch.tensor([image.shape[1:] for image in images])
     boxes = [tuple(b) for b in crop_boxes(known, draw(0, 0, torch.arange(12)), (0.1, 1.0), (0.5, 2.0)).tolist()]
-    for crop, image, box in zip(cut_each(images, boxes, (16, 24)), images, boxes, strict=True):
-        expected = cut(image.permute(1, 2, 0), box, (16, 24)).permute(2, 0, 1)
+    for crop, image, box in zip(cut_each(images, boxes, (16, 24), "bicubic"), images, boxes, strict=True):
+        expected = cut(image.permute(1, 2, 0), box, (16, 24), "bicubic").permute(2, 0, 1)
         assert (crop.int() - expected.int()).abs().max() <= 1
 
 

@@ -34,7 +34,10 @@ ALONE = Ranks(0, 1, 1, CPU)
 SPEED = SpeedConfig(workers=0)
 WHOLE = Protocol("whole", 4, (2, 3), lrs=(0.5,), train_view="resize_flip", test_view="resize")
 NEWTON = replace(WHOLE, preconditioned=True, milestones=(), final_factor=0.0, lrs=(0.1,), weight_decay=1e-5)
-SHARED = {name: replace(one, epochs=2, milestones=()) for name, one in (("plain", WHOLE), ("newton", NEWTON))}
+SHARED = {
+    name: replace(one, epochs=2, milestones=(), weight_decay=0.01)
+    for name, one in (("plain", WHOLE), ("newton", NEWTON))
+}
 PLAIN = FinetuneOptions(
     epochs=3,
     batch_size=32,
@@ -112,7 +115,7 @@ def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALO
 
 def train_shared(name, ranks, folder):
     """Train linear heads, keep the state in the folder, and return the scores."""
-    sets = coloured(79), coloured(41, seed=1)
+    sets = coloured(150), coloured(41, seed=1)
     task = make_task("linear-sgd", small_encoder(), *sets, SHARED[name], ranks=ranks, batch_size=32)
     training = task.training()
     training.train(folder / f"{name}{ranks.world_size}")

@@ -12,12 +12,13 @@ from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.protocols import PROTOCOLS, choose_protocol, guess_protocol
 
 # The table of the paper's evaluations: classes, epochs, milestones (or a cosine), views.
-CROPS, WHOLE = ("random_resized_crop", "resize_crop"), ("resize_flip", "resize")
+CROPS, WHOLE = ("random_resized_crop", "resize_crop", "bicubic"), ("resize_flip", "resize", "bilinear")
 TABLE = {
     "imagenet": ("class", 1000, 28, (8, 16, 24), CROPS),
     "places205": ("class", 205, 14, (4, 8, 12), CROPS),
     "inat18": ("class", 8142, 84, (24, 48, 72), CROPS),
     "cifar100": ("class", 100, 28, (8, 16, 24), WHOLE),
+    "cifar100-crops": ("class", 100, 28, (8, 16, 24), CROPS),
     "clevr-count": ("count", 8, 50, (), WHOLE),
     "clevr-dist": ("distance", 6, 100, (), WHOLE),
 }
@@ -26,7 +27,7 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_the_numbers_are_those_of_the_table(name):
     protocol = PROTOCOLS[name]
-    views = (protocol.train_view, protocol.test_view)
+    views = (protocol.train_view, protocol.test_view, protocol.interpolation)
     assert (protocol.label, protocol.classes, protocol.epochs, protocol.milestones, views) == TABLE[name]
     # From 0.01 to 1e-4.
     assert protocol.final_factor == (0.01 if name.startswith("clevr") else None)
@@ -40,7 +41,7 @@ def test_other_data_have_learning_rates_to_choose_from_which_all_fall_to_zero():
     assert generic.final_factor == 0
     assert list(generic.lrs) == sorted(set(generic.lrs))
     assert max(generic.lrs) / min(generic.lrs) > 100
-    assert (generic.train_view, generic.test_view) == CROPS
+    assert (generic.train_view, generic.test_view, generic.interpolation) == CROPS
 
 
 def test_images_of_the_encoders_size_are_seen_as_they_are(tmp_path):

@@ -34,7 +34,6 @@ from stop_mim.training.trainer import Trainer
 
 MOMENTUM = 0.9
 LAYERS = 4
-HELD_OUT_FRACTION, MAX_HELD_OUT = 0.05, 10_000
 # Images, for each feature, that the second moments of the features are estimated from.
 IMAGES_PER_FEATURE = 10
 
@@ -104,10 +103,20 @@ class LinearSGD(TrainingTask):
         yield from scores(chosen, None, {}, True)
 
 
+def held_out_images(images: int) -> int:
+    """Return how many training images choose among the heads.
+
+    A fifth, up to 2,500 or, of more than 50,000, a twentieth, up to 10,000; but at least 200 where that leaves half.
+    """
+    fifth, twentieth, least = min(images / 5, 2_500), min(images / 20, 10_000), min(200, images / 2)
+    return round(max(fifth, twentieth, least))
+
+
 def lr_factor(protocol: Protocol, epoch: float) -> float:
     """Return the learning rate after so many epochs, as a fraction of the first one."""
     if protocol.final_factor is not None:
-        return cosine(epoch / protocol.epochs, 1.0, protocol.final_factor)
+        reached = math.floor(epoch) if protocol.by_epoch else epoch
+        return cosine(reached / protocol.epochs, 1.0, protocol.final_factor)
     return 0.1 ** bisect_right(protocol.milestones, epoch)
 
 
@@ -127,16 +136,19 @@ class LinearTraining(LabelledTraining):
         self.protocol = protocol = conditions.protocol
         ranks = conditions.ranks
         encoder.to(ranks.device)
-        used, self.held_out = hold_out(train, HELD_OUT_FRACTION, MAX_HELD_OUT, conditions.seed)
+        used, self.held_out = hold_out(train, 1.0, held_out_images(len(train)), conditions.seed)
         heads, classes = heads_for(protocol, encoder.depth), int(train.classes.max()) + 1
-        self.heads = LinearHeads(heads, encoder.dim, classes, ranks, conditions.seed).to(ranks.device)
+        affine = not protocol.preconditioned
+        self.heads = LinearHeads(heads, encoder.dim, classes, ranks, conditions.seed, affine).to(ranks.device)
+        # Preconditioned steps include weight decay; BatchNorm has none.
+        decays = (0.0 if protocol.preconditioned else protocol.weight_decay, 0.0)
         groups = [
-            {"params": [*linear.parameters()], "peak_lr": head.lr * batch_size / LR_IMAGES}
-            for head, linear in zip(heads, self.heads.linears, strict=True)
+            {"params": [*part.parameters()], "peak_lr": head.lr * batch_size / LR_IMAGES, "weight_decay": decay}
+            for parts, decay in zip((self.heads.linears, self.heads.affines), decays, strict=True)
+            for head, part in zip(heads, parts, strict=True)
         ]
-        # Preconditioned steps include weight decay.
-        weight_decay = 0.0 if protocol.preconditioned else protocol.weight_decay
-        optimiser = torch.optim.SGD(groups, lr=0.0, momentum=MOMENTUM, weight_decay=weight_decay, nesterov=True)
+        groups = [group for group in groups if group["params"]]
+        optimiser = torch.optim.SGD(groups, lr=0.0, momentum=MOMENTUM, nesterov=True)
         remedy = f"lower linear_sgd.lrs ({protocol.lrs}), or check the encoder's weights"
         super().__init__(self.heads, optimiser, encoder, used, protocol.epochs, batch_size, conditions, remedy)
         self.shared = share(self.heads, ranks)
