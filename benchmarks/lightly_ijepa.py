@@ -4,10 +4,10 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from contenders import Contender, encoder_dimensions
 from plain_ijepa import STEPS_PER_EPOCH, grid_of
 from timm.models.vision_transformer import VisionTransformer
 
-from stop_mim.benchmark.comparison import Contender, encoder_dimensions
 from stop_mim.masking import Masks
 from stop_mim.training.schedules import values_at
 

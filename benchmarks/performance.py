@@ -15,9 +15,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from contenders import CONTENDERS, Setting, make_contender
 
 from stop_mim.benchmark.bench import open_run, steps_of
-from stop_mim.benchmark.comparison import Setting, load_contenders
 from stop_mim.benchmark.config import BenchConfig
 from stop_mim.benchmark.flops import TokenCounts, step_flops
 from stop_mim.benchmark.parts import measure_parts
@@ -45,7 +45,6 @@ KERNELS = {
     "_to_copy": "casts",
     "memset|memcpy": "copies",
 }
-OTHERS = {"plain": "plain PyTorch", "lightly": "lightly", "stable-pretraining": "stable-pretraining"}
 
 # Name of a row: recipe, what it changes, and how it is measured.
 ROWS = {
@@ -93,7 +92,7 @@ def row_main(name: str, data: str, device_name: str, bench: BenchConfig) -> None
     device, images = run.inputs.ranks.device, run.inputs.per_device * run.inputs.batches_per_step
     counts = TokenCounts.of(run.inputs.draw_masks(0)[0], run.objective.encoder.grid)
     with steps_of(run) as step:
-        work = _other_work(run, counts, OTHERS[way]) if way in OTHERS else step
+        work = _other_work(run, counts, way, notes) if way in CONTENDERS else step
         tokens = work()
         wait_for(device)
         first = time.perf_counter() - started
@@ -118,11 +117,11 @@ def row_main(name: str, data: str, device_name: str, bench: BenchConfig) -> None
             "gflop_an_image": flops / images / 1e9,
             "notes": notes,
         }
-        busy = None if way in OTHERS else busy_seconds(work, device, 5)
+        busy = None if way in CONTENDERS else busy_seconds(work, device, 5)
         if busy is not None:
             found["idle_part"] = max(0.0, 1 - busy / measured.seconds.median)
             found["kernels_milliseconds"] = kernel_groups(work, device)
-    if way in OTHERS:
+    if way in CONTENDERS:
         notes.append("{} tokens of context, {} of targets in its first step".format(*tokens))
     if way == "parts":
         parts: dict[str, Spread] = measure_parts(run, False, bench.steps, 3, lambda part: None, notes.append)
@@ -143,15 +142,15 @@ def kernel_groups(work, device: torch.device, steps: int = 3) -> dict[str, float
     return dict(sorted(groups.items(), key=lambda item: -item[1]))
 
 
-def _other_work(run: Parts, counts: TokenCounts, name: str):
+def _other_work(run: Parts, counts: TokenCounts, name: str, notes: list[str]):
     """The step of another implementation: the plain one with its own collator, others with masks made beforehand."""
     inputs = run.inputs
-    setting = Setting(run.config, inputs.ranks.device, counts, inputs.per_device, inputs.batches_per_step, run.autocast)
-    contender = load_contenders()[name](setting)
+    contender = make_contender(name, Setting(run.config, inputs.ranks.device, counts, inputs.per_device, run.autocast))
+    notes += [contender.note] if contender.note else []
     images, given = next(run.images.starting_at(0)).images, inputs.draw_masks(0)[0]
 
     def work() -> tuple[int, int]:
-        masks = contender.collate() if name == OTHERS["plain"] else given
+        masks = contender.collate() if name == "plain" else given
         moved = replace(masks, context=masks.context.to(images.device), targets=masks.targets.to(images.device))
         return contender.step([(images, moved)])
 

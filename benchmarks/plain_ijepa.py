@@ -10,9 +10,9 @@ import random
 
 import torch
 import torch.nn.functional as F
+from contenders import Contender, encoder_dimensions
 from torch import nn
 
-from stop_mim.benchmark.comparison import Contender, encoder_dimensions
 from stop_mim.masking import Masks
 from stop_mim.positions import SinCosPositions
 from stop_mim.training.schedules import values_at

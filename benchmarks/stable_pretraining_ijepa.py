@@ -5,10 +5,10 @@ import os
 import warnings
 
 import torch
+from contenders import Contender
 from lightly_ijepa import timm_vit
 from plain_ijepa import STEPS_PER_EPOCH
 
-from stop_mim.benchmark.comparison import Contender
 from stop_mim.training.schedules import values_at
 
 NOTE = (

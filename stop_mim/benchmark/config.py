@@ -21,9 +21,5 @@ class BenchConfig(Checked, group="bench"):
     """Steps of a timed run, and timed calls of each part."""
     warmup: Annotated[int, ABOVE_ZERO] = 10
     """Steps and calls before the timing starts."""
-    compare: bool = False
-    """Measure other implementations of I-JEPA at the same sizes too; needs a clone of the repository."""
-    scaling: bool = False
-    """Measure other image sizes, batch sizes, depths and numbers of context tokens too."""
     json: Path | None = None
     """File for all measurements."""

@@ -61,8 +61,8 @@ class StepMeasurement:
 
     seconds: Spread
     images_per_second: Spread
-    peak_memory: int | None
-    """Bytes; None where it cannot be measured for this step alone."""
+    peak_memory: int
+    """Bytes."""
 
 
 def measure_step(work: Work, device: torch.device, images: int, bench: BenchConfig) -> StepMeasurement:
@@ -70,9 +70,7 @@ def measure_step(work: Work, device: torch.device, images: int, bench: BenchConf
     for _ in range(bench.warmup):
         work()
     seconds = Spread.of(run_seconds(work, device, bench.steps, bench.repeats))
-    # The peak of the whole process says nothing about one of several steps.
-    peak = peak_memory(device) if device.type == "cuda" else None
-    return StepMeasurement(seconds, seconds.over(images), peak)
+    return StepMeasurement(seconds, seconds.over(images), peak_memory(device))
 
 
 def wait_for(device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from stop_mim.benchmark import bench as bench_module
-from stop_mim.benchmark.bench import open_run, run_bench, steps_of, variants
+from stop_mim.benchmark.bench import open_run, run_bench, steps_of
 from stop_mim.benchmark.flops import TokenCounts, step_flops
 from stop_mim.errors import InputError
 from stop_mim.training import pretrain
@@ -108,43 +108,13 @@ def test_operations_are_those_of_a_transformer(tiny):
 
 def test_the_file_holds_everything_needed_to_repeat_it(tiny, short, tmp_path):
     file = tmp_path / "bench.json"
-    report = run_bench(tiny(), replace(short, scaling=True, json=file), "tiny")
+    report = run_bench(tiny(), replace(short, json=file), "tiny")
     plain = json.loads(file.read_text())
     assert plain["format"] == "stop-mim bench 1"
     assert plain["step"]["seconds"] == asdict(report.step.seconds)
-    assert len(plain["scaling"]) == len(report.scaling) == 9
     assert plain["environment"]["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert plain["config"]["encoder"] == json.loads(json.dumps(asdict(tiny().encoder)))
     assert plain["derived"]["part_of_ceiling"] == pytest.approx(report.flops_per_second / report.ceiling)
-
-
-def test_other_sizes_change_one_thing_each(tiny):
-    config, counts = tiny(), TokenCounts(16, 8, 4, 3)
-    made = list(variants(config, counts, 4))
-    assert made[0].config == config
-    assert [one.config.encoder.image_size for one in made if one.change == "image size"] == [(16, 16), (64, 64)]
-    batches = [one.config for one in made if one.change == "batch"]
-    assert [(one.speed.batch_size_per_device, one.optim.batch_size) for one in batches] == [(2, 4), (8, 16)]
-    assert [one.config.encoder.depth for one in made if one.change == "depth"] == [1, 4]
-    assert [one.config.masks.context_tokens for one in made if one.change == "context"] == [4, 10]
-    fewer = next(one.config for one in variants(tiny("mae"), TokenCounts(16, 4, 1, 12), 4) if one.change == "context")
-    assert opened(fewer).inputs.draw_masks(0)[0].context.shape[1] == 2
-
-
-def test_sizes_that_do_not_work_are_skipped_and_named(tiny, short, monkeypatch):
-    real = open_run
-
-    def full(changed, *arguments):
-        if changed.encoder.image_size == (64, 64):
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        if changed.encoder.image_size == (16, 16):
-            raise InputError("The masks do not fit.")
-        return real(changed, *arguments)
-
-    monkeypatch.setattr(bench_module, "open_run", full)
-    found = run_bench(tiny(), replace(short, scaling=True)).scaling
-    skipped = {one.value: one.skipped for one in found if one.step is None}
-    assert skipped == {"64x64 pixels": "it does not fit into memory.", "16x16 pixels": "The masks do not fit."}
 
 
 def test_a_batch_that_does_not_fit_is_named_with_the_remedy(tiny, short, monkeypatch):

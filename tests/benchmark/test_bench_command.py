@@ -32,7 +32,6 @@ def test_the_demo_is_measured_with_other_sizes_and_written(tmp_path, capsys, mon
         (["demo", "--bench.json", "no/such/folder/bench.json"], "bench.json"),
         (["demo", "--optim.batch-size", "10000000000000", "--speed.device", "cpu"], "do not fit into the memory of"),
         (["stop-tiny-imagenet", "--bench.images", "data"], "data is not given"),
-        (["demo", "--objective.kind", "mae", "--bench.compare"], "bench.compare is on"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch, arguments, words):

@@ -1,6 +1,6 @@
 """The rows of benchmarks/performance.py: each can be built, and tells what it measures."""
 
-import importlib.util
+import importlib
 import io
 import json
 import sys
@@ -11,15 +11,13 @@ import pytest
 from stop_mim.benchmark.config import BenchConfig
 from stop_mim.masking import build_masks
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "performance.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def performance():
-    spec = importlib.util.spec_from_file_location("performance", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def performance(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("performance")
 
 
 def test_every_row_has_the_sizes_that_it_is_named_after(performance):

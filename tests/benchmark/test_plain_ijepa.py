@@ -1,16 +1,17 @@
 """The plain I-JEPA computes what ours does, so that a comparison of their speed is one of the same work."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from stop_mim.benchmark.comparison import FOLDER
 from stop_mim.benchmark.flops import TokenCounts
 from stop_mim.masking import build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.training.config import EncoderConfig, MaskConfig, PositionsConfig, PredictorConfig, TrainConfig
 
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 CONFIG = TrainConfig(
     encoder=EncoderConfig("tiny", image_size=(48, 64), patch_size=8, width=32, depth=3, heads=2),
     predictor=PredictorConfig(width=16, depth=2),
@@ -22,7 +23,8 @@ CONFIG = TrainConfig(
 def plain(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield pytest.importorskip("plain_ijepa", reason="needs the benchmarks folder of a clone")
-    sys.modules.pop("plain_ijepa")
+    for name in ("plain_ijepa", "contenders"):
+        sys.modules.pop(name)
 
 
 def copied(ours, plain):
