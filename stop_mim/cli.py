@@ -8,6 +8,7 @@ import difflib
 import errno
 import functools
 import inspect
+import itertools
 import operator
 import os
 import pkgutil
@@ -15,10 +16,11 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
 
 import tyro
 from rich.console import Console
@@ -29,6 +31,7 @@ import stop_mim
 from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.parsing import imported, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins
+from stop_mim.training.compat import Compat
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import TrainResult
@@ -39,6 +42,8 @@ HELP = ("-h", "--help")
 FORMATS = ("timm", "hf", "onnx", "export")
 
 COMMANDS: Registry[Any] = Registry("command")
+GIVEN: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
+"""The arguments of the command line: the defaults of a recipe's options depend on --compat."""
 
 TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
 EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
@@ -65,7 +70,18 @@ def _recipes(kind: Callable[..., Any]) -> Any:
     """Return a subcommand for each recipe, with the recipe's values as defaults."""
     from stop_mim.training.recipes import RECIPES, find_recipe, summary
 
-    return one_of({name: (kind(name, find_recipe(name)), summary(name)) for name in RECIPES})
+    def options(name: str) -> Any:
+        compat = _asked_compat() if name in GIVEN.get()[1:2] else "corrected"
+        return kind(name, find_recipe(name, compat), compat=compat)
+
+    return one_of({name: (options(name), summary(name)) for name in RECIPES})
+
+
+def _asked_compat() -> Compat:
+    """Return the value of --compat; what is not a value of it is refused when tyro reads the option."""
+    words = [word for argument in GIVEN.get() for word in argument.split("=", 1)]
+    asked = [after for before, after in itertools.pairwise(words) if before == "--compat"]
+    return next((compat for compat in get_args(Compat) if compat in asked[-1:]), "corrected")
 
 
 def _sweeps() -> Any:
@@ -103,6 +119,8 @@ class PretrainOptions:
 
     recipe: Suppress[str]
     config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
+    compat: Compat = "corrected"
+    """corrected: the recipe; release: with every defect of the released code; paper-text: sigma a variance, no augmentation."""
     init: str | None = None
     """Initial weights: a run, a checkpoint or a .pth.tar of a release (all weights), or any encoder's name."""
 
@@ -112,7 +130,7 @@ class PretrainOptions:
 class Pretrain:
     """Train an encoder on your images.
 
-    stop-mim pretrain RECIPE --data NAME [--init FILE] [--GROUP.FIELD VALUE …]
+    stop-mim pretrain RECIPE --data NAME [--compat release] [--init FILE] [--GROUP.FIELD VALUE …]
 
     `stop-mim pretrain RECIPE --help` lists all options.
     """
@@ -127,7 +145,8 @@ class Pretrain:
             from stop_mim.exchange.initial_weights import initialise
 
             more["initialise"] = partial(initialise, name=self.run.init)
-        _report_end(train(self.run.config, recipe=self.run.recipe, **more))
+        name = self.run.recipe if self.run.compat == "corrected" else f"{self.run.recipe}-{self.run.compat}"
+        _report_end(train(self.run.config, recipe=name, **more))
 
 
 @COMMANDS.register("resume")
@@ -273,6 +292,8 @@ class BenchOptions:
 
     recipe: Suppress[str]
     config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
+    compat: Compat = "corrected"
+    """As of `pretrain`."""
     bench: Annotated[Any, imported(BENCH_CONFIG)] = field(default_factory=lambda: pkgutil.resolve_name(BENCH_CONFIG)())
 
 
@@ -326,6 +347,7 @@ def _run(given: list[str]) -> None:
         return
     load_plugins()
     given = given or ["--help"]
+    GIVEN.set(given)
     if given[0] not in HELP:
         COMMANDS.find(given[0])
         _check_name(*given[:2])

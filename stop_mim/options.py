@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, FRACTION, Checked, Interval, Number, OnlyWith
 
 ApplyTo = Literal["masked", "context", "both", "none"]
-Convention = Literal["paper", "release"]
+Convention = Literal["paper", "std", "release"]
 LoaderMode = Literal["auto", "resident", "streaming"]
 Decode = Literal["auto", "cpu", "gpu"]
 Range = tuple[float, float]

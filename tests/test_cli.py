@@ -125,7 +125,7 @@ def test_the_export_formats_that_the_command_line_knows_are_the_registered_ones(
         (["pretrain", "demo", "--encoder.image-size", "3"], "--encoder.image-size is '3': give 2 whole numbers."),
         (["sweep", "tokens", "--seeds", "a"], "--seeds is 'a': give one or more whole numbers."),
         (["pretrain", "demo", "--optim.learning-rate", "1"], "did you mean --optim.lr?"),
-        (["pretrain", "ijepa"], "did you mean 'ijepa-vitb16-release' or 'ijepa-vitb16'"),
+        (["pretrain", "ijepa"], "did you mean 'ijepa-vitb16' or 'ijepa-vitl16'"),
         (["pretrain", "demo", "--positions.sigma", "-0.5"], "positions.sigma is -0.5"),
         (["pretrain", "demo", "--encoder.size", "tall"], "--encoder.size is 'tall'"),
         (["pretrain", "demo", "--stop-after-steps", "0"], "stop_after_steps is 0"),

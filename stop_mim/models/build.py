@@ -31,7 +31,7 @@ def build_encoder(config: EncoderConfig) -> Encoder:
     """Build an encoder with new weights."""
     given = {name: getattr(config, name) for name in ("width", "depth", "heads") if getattr(config, name) is not None}
     dimensions = dataclasses.replace(SIZES[config.size], **given)
-    return create_encoder(dimensions, config.image_size, config.patch_size)
+    return create_encoder(dimensions, config.image_size, config.patch_size, config.initialisation)
 
 
 def build_predictor(config: ModelConfig, encoder: Encoder, total_steps: int, outputs: int | None = None) -> Predictor:
@@ -41,7 +41,8 @@ def build_predictor(config: ModelConfig, encoder: Encoder, total_steps: int, out
         raise InputError(f"predictor.width is {chosen.width}: give a multiple of 4.")
     projection = context_projection(encoder.dim, chosen.width)
     positions = build_positions(config.positions, encoder.grid, projection, total_steps)
-    return Predictor(projection, positions, chosen.depth, chosen.heads or encoder.heads, outputs)
+    heads = chosen.heads or encoder.heads
+    return Predictor(projection, positions, chosen.depth, heads, outputs, config.encoder.initialisation)
 
 
 def build_positions(config: PositionsConfig, grid: Grid, projection: nn.Linear, total_steps: int = 1) -> Positions:

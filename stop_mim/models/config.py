@@ -12,6 +12,7 @@ from stop_mim.options import ApplyTo, Convention, MaskConfig
 EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
 TargetResolution = Literal["full", "bilinear", "max"]
 PositionsKind = Literal["stochastic", "sincos", "learned", "jittered"]
+Initialisation = Literal["scaled", "release"]
 
 IJEPA_ONLY = OnlyWith("objective.kind", ("ijepa",))
 STOCHASTIC_ONLY = OnlyWith("positions.kind", ("stochastic",))
@@ -25,15 +26,15 @@ class ObjectiveConfig(Checked, group="objective"):
     kind: str = "ijepa"
     """ijepa: features, by a predictor; mae: pixels, by a decoder (the predictor group); data2vec: features, by the encoder."""
     target_layers: Annotated[int, ABOVE_ZERO] = 1
-    """Number of last layers of the target encoder whose layer-normed features are averaged (ijepa, data2vec)."""
+    """Number of last layers of the target encoder whose normed features are averaged (ijepa, data2vec)."""
     beta: Annotated[float, ABOVE_ZERO] = 1.0
     """Error above which smooth-L1 is linear (ijepa, data2vec)."""
     norm_pixels: bool = True
     """Normalise the pixels of each patch by their mean and variance (mae)."""
     target_resolution: Annotated[TargetResolution, IJEPA_ONLY] = "full"
-    """Targets at the patches' resolution, or at half of it by bilinear resizing or max pooling (ijepa)."""
+    """full: targets at the patches' resolution; bilinear, max: also at half of it, by resizing or max pooling (ijepa)."""
     l1_strength: Annotated[float, AT_LEAST_ZERO, IJEPA_ONLY] = 0.0
-    """Weight of the L1 norm of A in the loss (ijepa)."""
+    """Weight of the mean absolute entry of A in the loss (ijepa)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class EncoderConfig(Checked, group="encoder"):
     """Number of layers instead of the size's."""
     heads: Annotated[int | None, ABOVE_ZERO] = None
     """Number of attention heads instead of the size's."""
+    initialisation: Initialisation = "scaled"
+    """Initial weights, also of the predictor. scaled: by fan-in for patches, by depth for layers; release: std 0.02 for all."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class PositionsConfig(Checked, group="positions"):
     kind: PositionsKind = "stochastic"
     """stochastic (StoP, around sine-cosine positions), sincos (I-JEPA), learned, or jittered (ours: noisy coordinates)."""
     sigma: Annotated[float, AT_LEAST_ZERO] = 0.25
-    """Strength of the noise: the variance of n in Σ = σ A Aᵀ, or its std with the release's convention."""
+    """Strength of the noise in Σ = σ A Aᵀ: a variance or a standard deviation, as the convention says."""
     sigma_start: Annotated[float | None, AT_LEAST_ZERO, STOCHASTIC_ONLY] = None
     """Sigma at the first step; it moves to sigma along the schedule. By default sigma is constant."""
     sigma_schedule: Literal["linear", "cosine"] = "linear"
@@ -83,7 +86,7 @@ class PositionsConfig(Checked, group="positions"):
     covariance: Annotated[str, STOCHASTIC_ONLY] = "tied"
     """Σ: tied, identity, diagonal, untied or low_rank(r)."""
     convention: Convention = "paper"
-    """paper: sigma is a variance and masked tokens have a learned m̃. release: a std, the projection's bias and no m̃."""
+    """paper: sigma is a variance; std: a standard deviation; release: that, and the projection's bias instead of m̃."""
     conditioned: Annotated[bool, STOCHASTIC_ONLY] = False
     """Distribute the noise over the images of a batch by a learned head on their context (ours, not the paper's)."""
     jitter_scale: Annotated[float, AT_LEAST_ZERO] = 0.5

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
-from stop_mim.models.config import EncoderSize
+from stop_mim.models.config import EncoderSize, Initialisation
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.models.kernels.short_attention import ShortAttention
 from stop_mim.models.layers import initialise_transformer, patch_grid, require_layers, run_layer
@@ -162,9 +162,12 @@ class Encoder(nn.Module):
 
 
 def create_encoder(
-    size: EncoderSize | Dimensions, image_size: tuple[int, int] | int = 224, patch_size: int = 16
+    size: EncoderSize | Dimensions,
+    image_size: tuple[int, int] | int = 224,
+    patch_size: int = 16,
+    initialisation: Initialisation = "scaled",
 ) -> Encoder:
-    """Create an encoder without class token, with fixed sine-cosine positions and depth-scaled initial weights."""
+    """Create an encoder without class token, with fixed sine-cosine positions; see `initialise_transformer` for its weights."""
     dimensions = size if isinstance(size, Dimensions) else SIZES[size]
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     if patch_size < 1 or height % patch_size or width % patch_size or min(height, width) < 1:
@@ -187,7 +190,7 @@ def create_encoder(
         class_token=False,
         **TOKENS_ONLY,
     )
-    initialise_transformer([vit], vit.blocks)
+    initialise_transformer([vit], vit.blocks, initialisation)
     grid = (height // patch_size, width // patch_size)
     vit.pos_embed = nn.Parameter(SinCosPositions(grid, dimensions.width).table()[None].clone(), requires_grad=False)
     return Encoder(vit)

@@ -14,7 +14,7 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
 from stop_mim.models.encoder import Encoder, gather_patches
-from stop_mim.models.objective import OBJECTIVES, TargetObjective, top_layers_mean
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, top_layers
 from stop_mim.models.predictor import Noise, Predictor
 from stop_mim.positions import Grid
 
@@ -35,10 +35,11 @@ class IJEPA(TargetObjective):
     Args:
         encoder: the encoder that is trained; the target encoder starts as a copy.
         predictor: predicts the features of the target blocks.
-        target_layers: number of last layers of the target encoder whose layer-normed features are averaged; I-JEPA has 1.
+        target_layers: number of last layers of the target encoder whose normed features are averaged; I-JEPA has 1.
         beta: error above which smooth-L1 is linear.
-        target_resolution: "full", or targets at half the resolution by "bilinear" resizing or "max" pooling.
-        l1_strength: weight of the L1 norm of A in the loss.
+        target_resolution: "full", or also targets at half the resolution, by "bilinear" resizing or "max" pooling. The
+            predictor then has twice as many outputs, and both resolutions the same weight in the loss.
+        l1_strength: weight of the mean absolute entry of A in the loss.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class IJEPA(TargetObjective):
         """Return the loss of a batch: smooth-L1 between predicted and target features."""
         predicted, target = self.predict(images, masks, noise), self.target_features(images, masks)
         loss = F.smooth_l1_loss(predicted.float(), target.float(), beta=self.beta)
-        return loss + self.l1_strength * self.predictor.projection.weight.abs().sum() if self.l1_strength else loss
+        return loss + self.l1_strength * self.predictor.projection.weight.abs().mean() if self.l1_strength else loss
 
     def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Features:
         """Return the features of the target blocks as predicted from the context."""
@@ -73,23 +74,19 @@ class IJEPA(TargetObjective):
 
     @torch.no_grad()
     def target_features(self, images: Images, masks: Masks) -> Features:
-        """Return the layer-normed features of the target blocks; the target encoder sees the whole image."""
+        """Return the layer-normed features of the target blocks; the target encoder sees the whole image.
+
+        Features at half the resolution, where there are any, follow those of the patches.
+        """
         wanted, blocks = masks.targets.flatten(1), masks.targets.shape[1:]
         if self.target_layers == 1 and self.target_resolution == "full":
             tokens = self.tokens_at(self.target, images, wanted).float()
             return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, blocks)
-        return gather_patches(self._other_targets(images), wanted).unflatten(1, blocks)
-
-    def _other_targets(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
-        """Return the targets of all patches, from several layers or at half the resolution."""
-        if self.target_layers == 1:
-            tokens = self.target(images)
-        else:
-            tokens = top_layers_mean(self.target, images, self.target_layers, final_norm=True)
-        if self.target_resolution == "full":
-            return tokens
-        tokens = lower_resolution(tokens, self.target.grid_of(images), self.target_resolution)
-        return F.layer_norm(tokens, tokens.shape[-1:])
+        maps = [torch.stack(top_layers(self.target, images, self.target_layers, final_norm=True)).mean(0)]
+        if self.target_resolution != "full":
+            maps.append(lower_resolution(maps[0], self.target.grid_of(images), self.target_resolution))
+        normed = torch.cat([F.layer_norm(tokens, tokens.shape[-1:]) for tokens in maps], dim=-1)
+        return gather_patches(normed, wanted).unflatten(1, blocks)
 
 
 def tokens_at(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n dim"]:
@@ -110,5 +107,7 @@ def lower_resolution(
 def build_ijepa(config: ModelConfig, total_steps: int = 1) -> IJEPA:
     """Build I-JEPA, or StoP, with new weights."""
     encoder, chosen = build_encoder(config.encoder), config.objective
-    predictor = build_predictor(config, encoder, total_steps)
+    predictor = build_predictor(
+        config, encoder, total_steps, outputs=None if chosen.target_resolution == "full" else 2 * encoder.dim
+    )
     return IJEPA(encoder, predictor, chosen.target_layers, chosen.beta, chosen.target_resolution, chosen.l1_strength)

@@ -10,26 +10,30 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stop_mim.errors import InputError
+from stop_mim.models.config import Initialisation
 from stop_mim.positions import Grid
 
 
-def initialise_transformer(parts: Iterable[nn.Module], blocks: Iterable[Any], std: float = 0.02) -> None:
+def initialise_transformer(
+    parts: Iterable[nn.Module], blocks: Iterable[Any], initialisation: Initialisation = "scaled", std: float = 0.02
+) -> None:
     """Draw truncated normal weights for all linear layers of `parts`, and scale the residual branches of `blocks` by depth.
 
     Layer l (from 1) has the last weight of both branches divided by √(2l), so that the sum of all branches has the same
-    scale at any depth. Both are one function because drawing a second time would undo the scaling.
+    scale at any depth. "release" leaves all weights as they are drawn, with the same std, as the released code does.
     """
+    released = initialisation == "release"
     for layer in (layer for part in parts for layer in part.modules()):
         if isinstance(layer, nn.Linear | nn.Conv2d):
             # Patches have unit variance and must keep it: with a fixed small std, positions would dominate small patches,
             # and the first targets, features of this network, would depend on positions alone.
-            is_patch_projection = isinstance(layer, nn.Conv2d)
+            keeps_variance = isinstance(layer, nn.Conv2d) and not released
             fan_in = layer.weight[0].numel()
-            nn.init.trunc_normal_(layer.weight, std=1 / math.sqrt(fan_in) if is_patch_projection else std)
+            nn.init.trunc_normal_(layer.weight, std=1 / math.sqrt(fan_in) if keeps_variance else std)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
     with torch.no_grad():
-        for depth, block in enumerate(blocks, start=1):
+        for depth, block in enumerate([] if released else blocks, start=1):
             for branch_end in (block.attn.proj, block.mlp.fc2):
                 branch_end.weight.div_(math.sqrt(2 * depth))
 

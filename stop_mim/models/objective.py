@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -117,11 +116,10 @@ class TargetObjective(Objective):
             torch._foreach_lerp_([theirs for theirs, _ in moving], [ours for _, ours in moving], float(weight))
 
 
-def top_layers_mean(
+def top_layers(
     encoder: Encoder, images: Float[Tensor, "batch 3 height width"], layers: int, final_norm: bool
-) -> Float[Tensor, "batch n_patches dim"]:
-    """Return the mean over the last layers of their layer-normed patch tokens, after the encoder's last norm or not."""
-    outputs = encoder.vit.forward_intermediates(
+) -> list[Float[Tensor, "batch n_patches dim"]]:
+    """Return the patch tokens of the last layers, after the encoder's last norm or not."""
+    return encoder.vit.forward_intermediates(
         images, indices=layers, norm=final_norm, output_fmt="NLC", intermediates_only=True
     )
-    return torch.stack([F.layer_norm(tokens, tokens.shape[-1:]) for tokens in outputs]).mean(0)

@@ -9,6 +9,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
+from stop_mim.models.config import Initialisation
 from stop_mim.models.layers import initialise_transformer, run_layer
 from stop_mim.positions import PROJECTION_INIT_STD, Positions
 
@@ -88,13 +89,20 @@ class Predictor(MaskedTokens):
         depth: number of layers.
         heads: number of attention heads.
         outputs: number of predicted values a patch; by default the width of the encoder.
+        initialisation: as in `initialise_transformer`.
     """
 
     recompute = False
     """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
 
     def __init__(
-        self, projection: nn.Linear, positions: Positions, depth: int = 6, heads: int = 12, outputs: int | None = None
+        self,
+        projection: nn.Linear,
+        positions: Positions,
+        depth: int = 6,
+        heads: int = 12,
+        outputs: int | None = None,
+        initialisation: Initialisation = "scaled",
     ) -> None:
         super().__init__(projection, positions)
         width = projection.out_features
@@ -104,7 +112,7 @@ class Predictor(MaskedTokens):
         self.blocks.append(LastBlock(width, heads, qkv_bias=True))
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, outputs or projection.in_features)
-        initialise_transformer([self.blocks, self.head], self.blocks)
+        initialise_transformer([self.blocks, self.head], self.blocks, initialisation)
 
     def forward(
         self,

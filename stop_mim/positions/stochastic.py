@@ -35,6 +35,7 @@ class StochasticPositions(Positions):
         covariance: "tied" (A is the projection's weight), "identity", "diagonal", "untied", "low_rank(r)" or the name of
             a registered `Covariance`.
         convention: "paper": σ is the variance of n, and a masked token is A n + ψ + m̃; the caller adds m̃.
+            "std": σ is the standard deviation of n, and the masked token is the same.
             "release": σ is the standard deviation of n, and a masked token is A n + b + ψ with the projection's bias b,
             which is added here, and without m̃ (`adds_mask_token` is False).
         noise_scale: scales the noise of each image by its context (ours, not the paper's). With it, calls in training
@@ -63,7 +64,7 @@ class StochasticPositions(Positions):
             )
         self.grid, self.dim, self.base = base.grid, base.dim, base
         self.apply_to, self.convention, self.noise_scale = apply_to, convention, noise_scale
-        self.adds_mask_token = convention == "paper"
+        self.adds_mask_token = convention != "release"
         # In a tuple, so that the layer is not registered a second time.
         self._projection = (projection,)
         self.covariance_name, self.covariance = covariance, make_covariance(covariance, base.dim, projection)

@@ -18,10 +18,8 @@ Overrides = Mapping[str, Any]
 
 COVARIANCE_SIGMAS = (0.05, 0.1, 0.25, 0.5, 1.0)
 SIGMAS = (0.0, 0.001, 0.01, 0.1, 0.25, 1.0, 10.0)
-L1_STRENGTHS = (1e-5, 1e-4, 1e-3)
+L1_STRENGTHS = (1.0, 10.0, 100.0)
 LOW_RANKS = (8, 32)
-# The released code takes its sigma of 0.25 as a standard deviation.
-RELEASED_VARIANCE = 0.25**2
 
 FIXED: Overrides = {"positions.kind": "sincos"}
 STOP: Overrides = {"positions.kind": "stochastic"}
@@ -73,7 +71,7 @@ def tokens() -> Sweep:
 
 @SWEEPS.register("resolution")
 def resolution() -> Sweep:
-    """Targets at full and at half resolution with fixed positions, and StoP (table 8)."""
+    """Targets at full, and also at half resolution, with fixed positions, and StoP (table 8)."""
     names = ("full", "bilinear", "max")
     fixed = {name: {**FIXED, "objective.target_resolution": name} for name in names}
     return Sweep("full", {**fixed, "stop": {**STOP, "objective.target_resolution": "full"}})
@@ -95,14 +93,14 @@ def sigma() -> Sweep:
 
 @SWEEPS.register("convention")
 def convention() -> Sweep:
-    """The paper's convention and the release's, the paper's with the release's variance, and both without noise."""
+    """Sigma as a variance, as a standard deviation, and that with the release's masked token; the tokens without noise."""
     paper, release = {"positions.convention": "paper"}, {"positions.convention": "release"}
     return Sweep(
         "paper",
         {
             "paper": {**STOP, **paper},
+            "std": {**STOP, "positions.convention": "std"},
             "release": {**STOP, **release},
-            "paper-0.0625": {**STOP, **paper, "positions.sigma": RELEASED_VARIANCE},
             "sincos-paper": {**FIXED, **paper},
             "sincos-release": {**FIXED, **release},
         },

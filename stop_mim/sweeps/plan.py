@@ -11,6 +11,7 @@ from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.sweeps.grid import SWEEPS, Overrides, as_flags, changes, with_overrides
 from stop_mim.sweeps.scales import SCALES
+from stop_mim.training.compat import Compat
 
 if TYPE_CHECKING:
     from stop_mim.training.config import TrainConfig
@@ -30,6 +31,8 @@ class SweepConfig(Checked):
 
     scale: str = "demo"
     """demo: drawn scenes, minutes on two cores; tiny-imagenet: ViT-S/8, 20 epochs; imagenet: ViT-B/16, 300 epochs."""
+    compat: Compat = "corrected"
+    """Train as the recipe does, as the released code (release), or as the paper's text (paper-text)."""
     data: str = ""
     """Training images; the demo scale has its own."""
     probe_data: str | None = None
@@ -47,7 +50,7 @@ class SweepConfig(Checked):
     epochs: Annotated[int | None, ABOVE_ZERO] = None
     """Epochs of every run instead of the scale's; the warm-up keeps its fraction."""
     out: Path | None = None
-    """Directory of all runs and of the summary; default: runs/sweep-NAME-SCALE."""
+    """Directory of all runs and of the summary; default: runs/sweep-NAME-SCALE, with the value of --compat."""
     side_by_side: Annotated[int, ABOVE_ZERO] = 1
     """Runs at the same time on each GPU, or on the CPU."""
     launch: Literal["local", "submitit"] = "local"
@@ -120,14 +123,14 @@ class Plan:
         """Yield the runs, seed by seed, so that a sweep that is stopped has complete seeds."""
         from stop_mim.training.recipes import find_recipe
 
-        default = find_recipe(self.recipe)
+        default = find_recipe(self.recipe, config.compat)
         for seed in config.seeds:
             for variant in config.variants or self.variants:
                 folder = self.out / variant / f"seed-{seed}"
                 run = with_overrides(self.base, {**self.variants[variant], "seed": seed, "out": str(folder)})
                 changed = changes(run, default)
                 speed = {path: value for path, value in changed.items() if path.startswith("speed.")}
-                options, fast = tuple(as_flags(changed, run)), tuple(as_flags(speed, run))
+                options, fast = (*compat_flag(config), *as_flags(changed, run)), tuple(as_flags(speed, run))
                 yield Job(variant, seed, folder, self.recipe, options, fast, self.evaluate)
 
     def document(self) -> dict[str, Any]:
@@ -175,13 +178,18 @@ def base_config(config: SweepConfig) -> "TrainConfig":
     from stop_mim.training.recipes import find_recipe
 
     scale = SCALES.find(config.scale)()
-    base = with_overrides(find_recipe(scale.recipe), scale.overrides)
+    base = with_overrides(find_recipe(scale.recipe, config.compat), scale.overrides)
     if config.data:
         base = replace(base, data=config.data)
     if config.epochs is not None:
         warmup = base.optim.warmup_epochs * config.epochs / base.optim.epochs
         base = replace(base, optim=replace(base.optim, epochs=config.epochs, warmup_epochs=warmup))
     return base
+
+
+def compat_flag(config: SweepConfig) -> list[str]:
+    """Return the option of `pretrain` that a sweep's compat is; none for its default."""
+    return [] if config.compat == "corrected" else ["--compat", config.compat]
 
 
 def make_plan(name: str, config: SweepConfig, base: "TrainConfig | None" = None) -> Plan:
@@ -207,7 +215,7 @@ def make_plan(name: str, config: SweepConfig, base: "TrainConfig | None" = None)
         base,
         (*scale.evaluate, *_probes(config, scale.evaluate)),
         scale.shown,
-        config.out or Path("runs") / f"sweep-{name}-{config.scale}",
+        config.out or Path("runs") / "-".join(["sweep", name, config.scale, *compat_flag(config)[1:]]),
     )
 
 

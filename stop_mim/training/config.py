@@ -46,6 +46,8 @@ class OptimConfig(Checked, group="optim"):
     """Weight decay at the first step; biases, norms and other 1-d parameters have none."""
     final_weight_decay: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Weight decay at the last step."""
+    decay_mask_token: bool = False
+    """Decay the mask token m̃ too, as the releases do."""
     hold_after_epoch: Annotated[float | None, AT_LEAST_ZERO] = None
     """Epoch after which learning rate and weight decay stay constant."""
     betas: Annotated[tuple[float, float], Each(FRACTION_BELOW_ONE)] = (0.9, 0.999)

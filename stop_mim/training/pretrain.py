@@ -262,7 +262,15 @@ def assemble(
     objective = build_objective(config, total_steps).to(device)
     optimiser = make_optimiser(objective, optim, device)
     autocast = autocast_for(config.speed.precision, device)
-    step = TrainingStep(share(objective, ranks), objective, optimiser, ranks, autocast, optim.clip_gradient_norm)
+    step = TrainingStep(
+        share(objective, ranks),
+        objective,
+        optimiser,
+        ranks,
+        autocast,
+        optim.clip_gradient_norm,
+        optim.decay_mask_token,
+    )
     trainer = Trainer(
         # Decided by the length of the whole run, so that a resumed session computes as the first one did.
         step=accelerate(step, config.speed, total_steps, say, warn, inputs.masks.has_fixed_counts),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from stop_mim.options import AugmentConfig, MaskConfig
 from stop_mim.registry import Registry
+from stop_mim.training.compat import Compat, with_compat
 from stop_mim.training.config import (
     CheckpointConfig,
     EncoderConfig,
@@ -24,7 +25,6 @@ RECIPES: Registry[Recipe] = Registry("recipe")
 
 SINCOS = PositionsConfig(kind="sincos")
 STOP = PositionsConfig()
-RELEASE_AUGMENT = AugmentConfig(flip_probability=0.5, blur_probability=0.5, grey_probability=0.2)
 
 
 def recipe(function: Recipe) -> Recipe:
@@ -32,9 +32,9 @@ def recipe(function: Recipe) -> Recipe:
     return RECIPES.register(function.__name__.replace("_", "-"))(function)
 
 
-def find_recipe(name: str) -> TrainConfig:
-    """Return the configuration of a recipe."""
-    return RECIPES.find(name)()
+def find_recipe(name: str, compat: Compat = "corrected") -> TrainConfig:
+    """Return the configuration of a recipe, or of the version of it that `compat` names."""
+    return with_compat(RECIPES.find(name)(), compat)
 
 
 def summary(name: str) -> str:
@@ -100,86 +100,92 @@ def _imagenet(encoder: EncoderConfig, predictor_depth: int, optim: OptimConfig) 
         data="",
         encoder=encoder,
         predictor=PredictorConfig(width=384, depth=predictor_depth),
+        positions=SINCOS,
         optim=optim,
         checkpoint=CheckpointConfig(every_steps=1000, milestone_every_epochs=50),
     )
 
 
-@recipe
-def stop_vitb16() -> TrainConfig:
-    """The paper's StoP, ViT-B/16 on ImageNet-1k: 600 epochs (300 in its ablations), predictor 6x384.
+def _stop(config: TrainConfig, sigma: float = 0.25) -> TrainConfig:
+    """Return what StoP's authors trained instead of this I-JEPA: noise of this standard deviation, flip, blur and grey."""
+    return replace(
+        config,
+        positions=PositionsConfig(sigma=sigma, convention="std"),
+        augment=AugmentConfig(flip_probability=0.5, blur_probability=0.5, grey_probability=0.2),
+    )
 
-    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitb16 --data imagenet --speed.batch-size-per-device 256
-    The paper's model reached 72.6 in linear probing (last layer); this recipe has not been run in full.
+
+HUGE_OPTIM = OptimConfig(epochs=300, lr=1e-3, final_lr=1e-6, warmup_epochs=40)
+
+
+@recipe
+def ijepa_vitb16() -> TrainConfig:
+    """I-JEPA, ViT-B/16 on ImageNet-1k: 600 epochs, predictor 6x384, no augmentation but crops.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vitb16 --data imagenet --speed.batch-size-per-device 256
+    The paper's model reached 70.9 in linear probing (last layer); this recipe has not been run in full.
     """
     return _imagenet(EncoderConfig(size="base"), 6, OptimConfig(epochs=600))
 
 
 @recipe
-def stop_vitl16() -> TrainConfig:
-    """The paper's StoP, ViT-L/16 on ImageNet-1k: 600 epochs, predictor 12x384.
+def ijepa_vitl16() -> TrainConfig:
+    """I-JEPA, ViT-L/16 on ImageNet-1k: 600 epochs, predictor 12x384, no augmentation but crops.
 
-    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitl16 --data imagenet --speed.batch-size-per-device 128
-    The paper's model reached 77.1 in linear probing (last layer); this recipe has not been run in full.
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vitl16 --data imagenet --speed.batch-size-per-device 128
+    The paper's model reached 76.1 in linear probing (last layer); this recipe has not been run in full.
     """
     return _imagenet(EncoderConfig(size="large"), 12, OptimConfig(epochs=600))
 
 
 @recipe
+def ijepa_vith14() -> TrainConfig:
+    """I-JEPA, ViT-H/14 on ImageNet-1k: 300 epochs, predictor 12x384, no augmentation but crops.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vith14 --data imagenet --speed.batch-size-per-device 64
+    The paper's model reached 78.2 in linear probing (last layer); this recipe has not been run in full.
+    """
+    return _imagenet(EncoderConfig(size="huge", patch_size=14), 12, HUGE_OPTIM)
+
+
+@recipe
+def stop_vitb16() -> TrainConfig:
+    """StoP as its authors trained it, ViT-B/16 on ImageNet-1k: 600 epochs (300 in the ablations), flip, blur, grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitb16 --data imagenet --speed.batch-size-per-device 256
+    The paper's model reached 72.6 in linear probing (last layer); this recipe has not been run in full.
+    """
+    return _stop(ijepa_vitb16())
+
+
+@recipe
+def stop_vitl16() -> TrainConfig:
+    """StoP as its authors trained it, ViT-L/16 on ImageNet-1k: 600 epochs, flip, blur, grey.
+
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitl16 --data imagenet --speed.batch-size-per-device 128
+    The paper's model reached 77.1 in linear probing (last layer); this recipe has not been run in full.
+    """
+    return _stop(ijepa_vitl16())
+
+
+@recipe
 def stop_vith14() -> TrainConfig:
-    """The paper's StoP, ViT-H/14 on ImageNet-1k: 300 epochs, schedules held after epoch 250, predictor 12x384.
+    """StoP as its authors trained it, ViT-H/14 on ImageNet-1k: 300 epochs, schedules held after epoch 250, sigma 0.2.
 
     torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vith14 --data imagenet --speed.batch-size-per-device 64
     The paper's model reached 79.0 in linear probing (last layer); this recipe has not been run in full.
     """
-    optim = OptimConfig(epochs=300, lr=1e-3, final_lr=1e-6, warmup_epochs=40, hold_after_epoch=250)
-    return _imagenet(EncoderConfig(size="huge", patch_size=14), 12, optim)
-
-
-def _as_released(config: TrainConfig, sigma: float = 0.25) -> TrainConfig:
-    return replace(
-        config,
-        positions=PositionsConfig(sigma=sigma, convention="release"),
-        masks=MaskConfig(compat="release"),
-        augment=RELEASE_AUGMENT,
-    )
+    return _stop(replace(ijepa_vith14(), optim=replace(HUGE_OPTIM, hold_after_epoch=250)), sigma=0.2)
 
 
 @recipe
-def stop_vitb16_release() -> TrainConfig:
-    """ViT-B/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey.
+def stop_vith16() -> TrainConfig:
+    """StoP as its authors trained the ViT-H/16 that they released: stop-vith14 with patches of 16 pixels.
 
-    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitb16-release --data imagenet --speed.batch-size-per-device 256
+    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vith16 --data imagenet --speed.batch-size-per-device 64
+    The paper reports no score of this model; this recipe has not been run in full.
     """
-    return _as_released(stop_vitb16())
-
-
-@recipe
-def stop_vitl16_release() -> TrainConfig:
-    """ViT-L/16 as in the released StoP code: sigma a std, bias instead of m̃, its mask sampler, flip, blur and grey.
-
-    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vitl16-release --data imagenet --speed.batch-size-per-device 128
-    """
-    return _as_released(stop_vitl16())
-
-
-@recipe
-def stop_vith16_release() -> TrainConfig:
-    """ViT-H/16 as in the released StoP code: sigma 0.2 as a std, bias instead of m̃, its mask sampler, flip, blur, grey.
-
-    torchrun --nproc-per-node 8 -m stop_mim pretrain stop-vith16-release --data imagenet --speed.batch-size-per-device 64
-    """
-    return _as_released(replace(stop_vith14(), encoder=EncoderConfig(size="huge")), sigma=0.2)
-
-
-@recipe
-def ijepa_vitb16_release() -> TrainConfig:
-    """The fixed-position baseline of the released StoP code, ViT-B/16: masked tokens are ψ alone.
-
-    torchrun --nproc-per-node 8 -m stop_mim pretrain ijepa-vitb16-release --data imagenet --speed.batch-size-per-device 256
-    """
-    config = stop_vitb16_release()
-    return replace(config, positions=replace(config.positions, kind="sincos"))
+    return replace(stop_vith14(), encoder=EncoderConfig(size="huge"))
 
 
 MAE_OPTIM = OptimConfig(
@@ -333,7 +339,7 @@ VIT_SIZES = ("vitb16", "vitl16", "vith14")
 register_twins(
     "ijepa-{}",
     "stop-{}",
-    (*VIT_SIZES, "tiny-imagenet"),
+    ("tiny-imagenet",),
     SINCOS,
     "I-JEPA counterpart of {}: fixed sine-cosine positions and a learned mask token.",
 )

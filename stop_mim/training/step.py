@@ -71,6 +71,7 @@ class TrainingStep:
         ranks: this process and its device.
         autocast: context of the forward pass.
         clip_gradient_norm: largest norm of the gradient; None for no limit.
+        decay_mask_token: whether weight decay applies to the mask token m̃ too.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TrainingStep:
         ranks: Ranks,
         autocast: AbstractContextManager[Any],
         clip_gradient_norm: float | None = None,
+        decay_mask_token: bool = False,
     ) -> None:
         self.model, self.objective, self.optimiser = model, objective, optimiser
         self.ranks, self.autocast = ranks, autocast
@@ -89,7 +91,8 @@ class TrainingStep:
         """Draw the noise of the positions, by accumulated batch and virtual shard."""
         self._seed = 0
         self._learned: list[Tensor] = [p for group in optimiser.param_groups for p in group["params"]]
-        self._decaying: list[Tensor] = [parameter for parameter in self._learned if parameter.ndim > 1]
+        decaying_vector = objective.masked_tokens.mask_token if decay_mask_token else None
+        self._decaying = [tensor for tensor in self._learned if tensor.ndim > 1 or tensor is decaying_vector]
         self._kept = torch.ones((), device=ranks.device)
         self._target_weight = torch.zeros((), device=ranks.device)
 

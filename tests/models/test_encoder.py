@@ -17,6 +17,8 @@ from stop_mim.models.encoder import (
     mlp_ratio,
     save_encoder,
 )
+from stop_mim.models.predictor import Predictor, context_projection
+from stop_mim.positions import SinCosPositions
 
 SMALL = Dimensions(width=48, depth=3, heads=3)
 
@@ -91,13 +93,23 @@ def test_sizes_are_those_of_the_papers():
         assert size.depth * layer / 1e6 == pytest.approx(millions[name], rel=0.05)
 
 
-def test_depth_scaled_initialisation_survives_construction():
+@pytest.mark.parametrize("initialisation", ["scaled", "release"])
+def test_initial_weights_are_scaled_by_depth_or_those_of_the_release(initialisation):
     torch.manual_seed(0)
-    encoder = create_encoder(Dimensions(width=192, depth=6, heads=3), image_size=32, patch_size=8)
-    for depth, block in enumerate(encoder.vit.blocks, start=1):
-        for end in (block.attn.proj, block.mlp.fc2):
-            assert end.weight.std().item() == pytest.approx(0.02 / math.sqrt(2 * depth), rel=0.05)
-        assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    encoder = create_encoder(Dimensions(192, 6, 3), image_size=32, patch_size=8, initialisation=initialisation)
+    projection = context_projection(192, 96)
+    positions = SinCosPositions(encoder.grid, 96)
+    predictor = Predictor(projection, positions, depth=3, heads=3, initialisation=initialisation)
+    scaled = initialisation == "scaled"
+    for blocks in (encoder.vit.blocks, predictor.blocks):
+        for depth, block in enumerate(blocks, start=1):
+            for end in (block.attn.proj, block.mlp.fc2):
+                assert end.weight.std().item() == pytest.approx(
+                    0.02 / math.sqrt(2 * depth) if scaled else 0.02, rel=0.05
+                )
+            assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    patches = encoder.vit.patch_embed.proj.weight.std().item()
+    assert patches == pytest.approx(1 / math.sqrt(3 * 8 * 8) if scaled else 0.02, rel=0.05)
 
 
 @pytest.mark.parametrize("patch_size", [4, 16])

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 from mini_sweep import mini_config
 
+from stop_mim.cli import main
 from stop_mim.errors import InputError
 from stop_mim.sweeps.grid import Sweep, with_overrides
 from stop_mim.sweeps.plan import SweepConfig, base_config, make_plan
+from stop_mim.training.pretrain import TrainResult
+
+TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,23 @@ def test_labelled_images_are_those_of_the_options():
     assert evaluate[-6:] == ("--data", "photos", "--test-data", "test", "--low-shot.list-file", "1percent.txt")
     assert "labelled" in make_plan("tokens", replace(config, probe_data="labelled")).evaluate
     assert str(make_plan("tokens", config).out) == "runs/sweep-tokens-imagenet"
+
+
+def test_the_imagenet_sweeps_take_compat_and_any_field(monkeypatch):
+    config, trained = SweepConfig(scale="imagenet", compat="release", seeds=(0,), data="photos"), []
+    base = with_overrides(base_config(config), {"predictor.depth": 3, "augment.blur_probability": 0.0})
+    plan = make_plan("positions", config, base)
+    monkeypatch.setattr("stop_mim.training.pretrain.train", lambda run, **more: trained.append(run) or TRAINED)
+    for job, overrides in zip(plan.jobs(config), plan.variants.values(), strict=True):
+        assert job.options[:2] == ("--compat", "release")
+        main(job.training())
+        assert trained[-1] == with_overrides(base, {**overrides, "out": str(job.folder)})
+    assert (trained[-1].masks.compat, trained[-1].positions.convention, trained[-1].optim.epochs) == (
+        "release",
+        "release",
+        300,
+    )
+    assert str(plan.out) == "runs/sweep-positions-imagenet-release"
 
 
 @pytest.mark.usefixtures("mini")

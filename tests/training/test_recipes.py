@@ -1,15 +1,18 @@
 """The recipes against the numbers of the paper and of its release."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from stop_mim.data.augment import AugmentConfig
+from stop_mim.errors import InputError
 from stop_mim.masking import BlockwiseMasks, build_masks
 from stop_mim.models.build import build_objective, build_positions
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.mae import MAE
 from stop_mim.positions import SinCosPositions, StochasticPositions
+from stop_mim.sweeps.grid import changes
 from stop_mim.training.recipes import RECIPES, find_recipe, summary
 
 
@@ -23,20 +26,21 @@ def test_every_recipe_builds_and_has_one_line_of_help(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "epochs", "lr", "final_lr", "warmup", "width", "depth", "patch", "predictor_depth"),
+    ("size", "epochs", "lr", "final_lr", "warmup", "width", "depth", "patch", "predictor_depth"),
     [
-        ("stop-vitb16", 600, 8e-4, 1e-4, 15, 768, 12, 16, 6),
-        ("stop-vitl16", 600, 8e-4, 1e-4, 15, 1024, 24, 16, 12),
-        ("stop-vith14", 300, 1e-3, 1e-6, 40, 1280, 32, 14, 12),
+        ("vitb16", 600, 8e-4, 1e-4, 15, 768, 12, 16, 6),
+        ("vitl16", 600, 8e-4, 1e-4, 15, 1024, 24, 16, 12),
+        ("vith14", 300, 1e-3, 1e-6, 40, 1280, 32, 14, 12),
+        ("vith16", 300, 1e-3, 1e-6, 40, 1280, 32, 16, 12),
     ],
 )
-def test_the_papers_numbers(name, epochs, lr, final_lr, warmup, width, depth, patch, predictor_depth):
-    config = find_recipe(name)
-    optim = config.optim
+def test_what_the_authors_trained(size, epochs, lr, final_lr, warmup, width, depth, patch, predictor_depth):
+    config = find_recipe(f"stop-{size}")
+    optim, augment, masks, huge = config.optim, config.augment, config.masks, size.startswith("vith")
     assert (optim.epochs, optim.lr, optim.final_lr, optim.warmup_epochs) == (epochs, lr, final_lr, warmup)
     assert (optim.batch_size, optim.start_lr) == (2048, 2e-4)
     assert (optim.weight_decay, optim.final_weight_decay, optim.ema_start, optim.ema_final) == (0.04, 0.4, 0.996, 1.0)
-    assert optim.hold_after_epoch == (250 if name == "stop-vith14" else None)
+    assert optim.hold_after_epoch == (250 if huge else None)
     with torch.device("meta"):
         objective = build_objective(config)
     assert (objective.encoder.dim, objective.encoder.depth) == (width, depth)
@@ -44,20 +48,63 @@ def test_the_papers_numbers(name, epochs, lr, final_lr, warmup, width, depth, pa
     assert len(objective.predictor.blocks) == predictor_depth
     assert objective.predictor.projection.out_features == 384
     assert objective.predictor.blocks[0].attn.num_heads == objective.encoder.heads
-    assert config.augment.crop_scale == (0.3, 1.0)
-    assert config.augment.flip_probability == config.augment.blur_probability == config.augment.grey_probability == 0
-    assert (config.masks.n_blocks, config.masks.target_scale, config.masks.target_aspect) == (
-        4,
-        (0.15, 0.2),
-        (0.75, 1.5),
-    )
-    assert (config.masks.context_scale, config.masks.context_aspect) == ((0.85, 1.0), (1.0, 1.0))
-    assert (config.positions.sigma, config.positions.convention) == (0.25, "paper")
+    assert (augment.crop_scale, augment.jitter_probability) == ((0.3, 1.0), 0)
+    assert (augment.flip_probability, augment.blur_probability, augment.grey_probability) == (0.5, 0.5, 0.2)
+    assert (augment.blur_sigma, masks.compat, config.encoder.initialisation) == ((0.1, 2.0), None, "scaled")
+    assert (masks.n_blocks, masks.target_scale, masks.target_aspect) == (4, (0.15, 0.2), (0.75, 1.5))
+    assert (masks.context_scale, masks.context_aspect) == ((0.85, 1.0), (1.0, 1.0))
+    positions = build_positions(config.positions, (2, 2), torch.nn.Linear(4, 8))
+    assert positions.noise_std.square().item() == pytest.approx(0.04 if huge else 0.0625)
+    assert positions.adds_mask_token
+
+
+@pytest.mark.parametrize("size", ["vitb16", "vitl16", "vith14"])
+def test_ijepas_own_training_has_no_hold_and_no_augmentation(size):
+    own, stop = find_recipe(f"ijepa-{size}"), find_recipe(f"stop-{size}")
+    assert own.optim == replace(stop.optim, hold_after_epoch=None)
+    assert (own.augment, own.positions.kind) == (AugmentConfig(), "sincos")
+    assert replace(own, optim=stop.optim, augment=stop.augment, positions=stop.positions) == stop
+
+
+def test_the_papers_text_has_a_variance_and_no_augmentation():
+    for size in ("vitb16", "vith14"):
+        config = find_recipe(f"stop-{size}", "paper-text")
+        assert config.augment == AugmentConfig()
+        assert build_positions(config.positions, (2, 2), torch.nn.Linear(4, 8)).noise_std.square().item() == 0.25
+        assert find_recipe(f"ijepa-{size}", "paper-text").augment == AugmentConfig()
+
+
+@pytest.mark.parametrize("name", [f"{kind}-{size}" for kind in ("stop", "ijepa") for size in ("vitb16", "vitl16")])
+def test_compat_release_is_all_of_the_released_code(name):
+    plain, config = find_recipe(name), find_recipe(name, "release")
+    changed = {
+        "encoder.initialisation": "release",
+        "masks.compat": "release",
+        "optim.decay_mask_token": True,
+        **({"positions.convention": "release"} if name.startswith("stop") else {}),
+    }
+    assert changes(config, plain) == changed
+
+
+def test_the_baselines_of_the_releases():
+    """I-JEPA's is ψ + m̃; that of StoP's code is ψ alone, although m̃ exists."""
+    positions = {}
+    for name in ("ijepa-vitl16", "stop-vith16"):
+        config = replace(find_recipe(name, "release").positions, kind="sincos")
+        positions[name] = build_positions(config, (2, 2), torch.nn.Linear(4, 8))
+        indices = torch.tensor([[0, 3]])
+        assert torch.equal(positions[name](indices), SinCosPositions((2, 2), 8)(indices))
+    assert [one.adds_mask_token for one in positions.values()] == [True, False]
+
+
+def test_compat_is_refused_where_there_is_no_release():
+    with pytest.raises(InputError, match=r"compat is release.*mae"):
+        find_recipe("mae-vitb16", "release")
 
 
 @pytest.mark.parametrize(
     ("plain", "stop"),
-    [(f"ijepa-{size}", f"stop-{size}") for size in ("vitb16", "vitl16", "vith14", "tiny-imagenet")]
+    [("ijepa-tiny-imagenet", "stop-tiny-imagenet")]
     + [(f"mae-{size}", f"stop-mae-{size}") for size in ("vitb16", "vitl16", "vith14", "tiny-imagenet")]
     + [(f"data2vec-{size}", f"stop-data2vec-{size}") for size in ("vitb16", "tiny-imagenet")],
 )
@@ -112,23 +159,3 @@ def test_the_published_numbers_of_data2vec():
     masks = build_masks(config.masks, objective.encoder.grid)
     assert isinstance(masks, BlockwiseMasks)
     assert masks.target_tokens == 120
-
-
-@pytest.mark.parametrize(("name", "sigma"), [("stop-vitb16-release", 0.25), ("stop-vith16-release", 0.2)])
-def test_released_variants(name, sigma):
-    config = find_recipe(name)
-    assert (config.positions.sigma, config.positions.convention, config.masks.compat) == (sigma, "release", "release")
-    augment = config.augment
-    assert (augment.flip_probability, augment.blur_probability, augment.grey_probability) == (0.5, 0.5, 0.2)
-    assert config.encoder.patch_size == 16
-    with torch.device("meta"):
-        assert not build_objective(config).predictor.positions.adds_mask_token
-
-
-def test_the_releases_baseline_is_the_position_alone():
-    objective = build_objective(find_recipe("ijepa-vitb16-release"))
-    positions = objective.predictor.positions
-    torch.nn.init.ones_(objective.predictor.projection.bias)
-    indices = torch.tensor([[0, 5]])
-    assert torch.equal(positions(indices), positions.table()[indices])
-    assert not positions.adds_mask_token

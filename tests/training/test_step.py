@@ -29,8 +29,8 @@ def a_batch(seed=0, count=8):
     return torch.randn(count, 3, 32, 32, generator=generator), MultiBlockMasks(4).sample(count, generator=generator)
 
 
-def do_step(objective, optimiser, batches, values=VALUES, clip=None, seed=0):
-    step = TrainingStep(objective, objective, optimiser, ALONE, nullcontext(), clip)
+def do_step(objective, optimiser, batches, values=VALUES, clip=None, seed=0, **options):
+    step = TrainingStep(objective, objective, optimiser, ALONE, nullcontext(), clip, **options)
     (outcome,) = read_outcomes([step(batches, values, seed)])
     return outcome
 
@@ -58,7 +58,8 @@ def test_two_half_batches_are_one_whole_batch():
         torch.testing.assert_close(ends[0][name], ends[1][name], atol=1e-5, rtol=1e-4)
 
 
-def test_everything_that_learns_is_optimised_once_and_only_matrices_decay():
+@pytest.mark.parametrize("with_mask_token", [False, True])
+def test_everything_that_learns_is_optimised_once_and_only_matrices_decay(with_mask_token):
     objective, optimiser = make()
     optimised = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     learned = {id(parameter) for parameter in objective.parameters() if parameter.requires_grad}
@@ -69,9 +70,11 @@ def test_everything_that_learns_is_optimised_once_and_only_matrices_decay():
     still = {name: parameter.clone() for name, parameter in objective.named_parameters()}
     for parameter in optimised:
         parameter.register_hook(torch.zeros_like)
-    do_step(objective, optimiser, [a_batch()], ScheduledValues(lr=0.1, weight_decay=0.5, ema_momentum=1.0))
+    values = ScheduledValues(lr=0.1, weight_decay=0.5, ema_momentum=1.0)
+    do_step(objective, optimiser, [a_batch()], values, decay_mask_token=with_mask_token)
     for name, parameter in objective.named_parameters():
-        kept = 0.95 if parameter.requires_grad and parameter.ndim > 1 else 1.0
+        decays = parameter.ndim > 1 or (with_mask_token and name == "predictor.mask_token")
+        kept = 0.95 if parameter.requires_grad and decays else 1.0
         torch.testing.assert_close(parameter.detach(), kept * still[name], atol=0, rtol=1e-6)
 
 
