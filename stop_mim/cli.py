@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from tyro.conf import Positional, Suppress, arg, subcommand
+from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 import stop_mim
 from stop_mim.errors import InputError, TrainingDiverged
@@ -194,6 +194,8 @@ class SweepOptions:
 
     name: Suppress[str]
     config: Annotated[Any, imported(SWEEP_CONFIG, name="")]
+    vary: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD VALUE …")] = ()
+    """A field of `pretrain` and its values, such as optim.lr 5e-4 1e-3; may be given several times, for a grid."""
 
 
 @COMMANDS.register("sweep")
@@ -202,6 +204,7 @@ class Sweep:
     """Compare variants over seeds, as in the paper's ablations.
 
     stop-mim sweep NAME [--dry-run] [--GROUP.FIELD VALUE …]
+    stop-mim sweep --vary FIELD VALUE VALUE … [--vary FIELD VALUE VALUE …]
 
     Options with a group, such as --optim.lr, go to `pretrain`, those of the group speed also to `evaluate`.
     """
@@ -215,13 +218,33 @@ class Sweep:
             pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=base_config(self.run.config), prog="stop-mim sweep"
         )
         refuse_unknown(unknown, self, base)
+        axes = self._axes(base)
         from stop_mim.sweeps.run import run_sweep
 
-        result = run_sweep(self.run.name, self.run.config, base)
+        result = run_sweep(self.run.name, self.run.config, base, axes=axes)
         if result.interrupted_by:
             sys.exit(_exit_code(result.interrupted_by))
         if result.summary is not None and result.summary.failed:
             sys.exit(EXIT_FAILURE)
+
+    def _axes(self, base: Any) -> dict[str, list[Any]]:
+        """Return the fields of --vary with their values, each of the field's type."""
+        axes: dict[str, list[Any]] = {}
+        for path, *texts in ((name.replace("-", "_"), *values) for name, *values in self.run.vary):
+            if len(set(texts)) < max(2, len(texts)):
+                raise InputError(
+                    f"--vary {path} has {len(set(texts))} different values: give each value once, at least two."
+                )
+            flag = path.replace("_", "-")
+            for text in texts:
+                named = text.lower() in ("true", "false")
+                group, dot, name = flag.rpartition(".")
+                switch = [f"--{group}{dot}{'no-' if text.lower() == 'false' else ''}{name}"]
+                given = switch if named else [f"--{flag}", *text.split(",")]
+                config, unknown = parse(pkgutil.resolve_name(TRAIN_CONFIG), given, default=base, prog="stop-mim sweep")
+                refuse_unknown(unknown, base)
+                axes.setdefault(path, []).append(operator.attrgetter(path)(config))
+        return axes
 
 
 @COMMANDS.register("figure")
@@ -348,6 +371,8 @@ def _run(given: list[str]) -> None:
     load_plugins()
     given = given or ["--help"]
     GIVEN.set(given)
+    if given[:1] == ["sweep"] and given[1:2] == ["--vary"]:
+        given.insert(1, "vary")
     if given[0] not in HELP:
         COMMANDS.find(given[0])
         _check_name(*given[:2])

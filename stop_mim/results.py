@@ -1,4 +1,4 @@
-"""Results of evaluations: records of scores, the files that hold them, and the table on the screen."""
+"""Results of evaluations: records of scores, the files that hold them, and their tables."""
 
 import csv
 import json
@@ -9,11 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.markup import escape
-from rich.table import Table
-
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
+from stop_mim.tables import Table
 
 RESULTS_FILE = "results.json"
 FORMAT = "stop-mim results 2"
@@ -22,6 +20,9 @@ IDENTITY = ("encoder", "task", "label", "data", "test_data", "protocol", "seed")
 IDENTITY_FACTS = ("image_size", "encoder_fingerprint", "data_fingerprint", "test_fingerprint")
 # Labels that names of scores leave out.
 USUAL_LABELS = ("class", "objects")
+# What comes before the name of an encoder with its initial weights.
+UNTRAINED = "untrained:"
+UNKNOWN = "–"
 # The 97.5th percentile of a normal distribution.
 NORMAL_QUANTILE = 1.959964
 
@@ -40,7 +41,7 @@ class Score:
     variant: dict[str, Scalar] = field(default_factory=dict)
     """Other coordinates, such as {"batch_norm": True, "lr": 0.01} or {"amount": "1%", "draw": 2}."""
     headline: bool = False
-    """Whether the table on the screen shows it; the files have all scores."""
+    """Whether it is the main result of its task, which short tables show; --details and the files have all scores."""
     unit: Literal["%", ""] = "%"
     low: float | None = None
     """Lower end of the 95% interval."""
@@ -56,11 +57,21 @@ class Score:
         return "/".join([*layers, *filter(None, map(_coordinate, self.variant.items())), self.metric])
 
     @property
+    def number(self) -> str:
+        """The value alone, such as 80.0, or 1e-06 for what is not in percent."""
+        return f"{self.value:.1f}" if self.unit == "%" else f"{self.value:.3g}"
+
+    @property
+    def interval(self) -> str:
+        """The standard deviation or the interval, such as ± 2.5 or [49.0, 94.3]; empty if there is none."""
+        if self.std is not None:
+            return f"± {self.std:.1f}"
+        return f"[{self.low:.1f}, {self.high:.1f}]" if self.low is not None else ""
+
+    @property
     def text(self) -> str:
         """The value with its standard deviation or interval, such as 80.0 [49.0, 94.3]."""
-        if self.std is not None:
-            return f"{self.value:.1f} ± {self.std:.1f}"
-        return f"{self.value:.1f}" + (f" [{self.low:.1f}, {self.high:.1f}]" if self.low is not None else "")
+        return f"{self.number} {self.interval}".rstrip()
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
@@ -115,6 +126,15 @@ class Evaluation:
     """Results that are not scores, such as those of every sequence of a video task."""
     scores: list[Score] = field(default_factory=list)
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the encoder has its initial weights."""
+        return self.encoder.startswith(UNTRAINED)
+
+    def chance(self, score: Score) -> float | None:
+        """Return the top-1 accuracy of always answering the most frequent class; None for other scores."""
+        return self.facts.get("chance") if score.metric == "top1" else None
+
     def name_of(self, score: Score) -> str:
         """Return the name that `find_score` takes: the label, unless it is the usual one, the task and the score's name."""
         label = [] if self.label in USUAL_LABELS else [self.label]
@@ -139,12 +159,15 @@ class Evaluation:
 def find_score(evaluations: Sequence[Evaluation], spec: str) -> tuple[Evaluation, Score]:
     """Return the newest score of a name, with its evaluation; raise InputError if there is none.
 
+    Scores of trained encoders come before those of untrained ones.
+
     Args:
         evaluations: as `read_results` returns them, the newest last.
         spec: such as linear/top1, low-shot/1%/top1 or distance/linear/top1; the label may be left out.
     """
     known: dict[str, None] = {}
-    for evaluation in reversed(evaluations):
+    newest_first = list(reversed(evaluations))
+    for evaluation in sorted(newest_first, key=lambda one: one.is_baseline):
         for score in evaluation.scores:
             name = evaluation.name_of(score)
             if spec in (name, f"{evaluation.task}/{score.name}"):
@@ -209,22 +232,57 @@ def write_csv(path: Path, evaluations: Sequence[Evaluation]) -> None:
     write_atomically(path, write)
 
 
-def results_table(evaluations: Sequence[Evaluation]) -> Table:
-    """Return a table of the headline scores: a row for each score, a column for each encoder."""
+def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation] = ()) -> Table:
+    """Return the main score of each task and encoder, beside the untrained encoder and chance.
+
+    Args:
+        evaluations: what is shown, on one dataset. An untrained encoder has a row of its own only if it is alone.
+        known: other evaluations, in which the scores of untrained encoders are looked up too.
+    """
+    encoders = dict.fromkeys(one.encoder for one in evaluations)
+    shown = [
+        name
+        for name in encoders
+        if name.removeprefix(UNTRAINED) == name or name.removeprefix(UNTRAINED) not in encoders
+    ]
+    rows: dict[str, list[list[str]]] = {}
+    for one in evaluations:
+        for score in one.scores:
+            if score.headline and one.encoder in shown:
+                name, chance = one.name_of(score), one.chance(score)
+                before = untrained_score(one, score, [*known, *evaluations])
+                numbers = [score.number, score.interval, UNKNOWN if before is None else before.number]
+                row = [name, one.encoder, *numbers, UNKNOWN if chance is None else f"{chance:.1f}"]
+                rows.setdefault(name, []).append(row if len(shown) > 1 else [row[0], *row[2:]])
+    head = ["score", *(["encoder"] if len(shown) > 1 else []), "%", "95% interval", "untrained", "chance"]
+    about = f" of {shown[0]}" if len(shown) == 1 else ""
+    caption = f"Test scores{about}" + (f" on {evaluations[0].data}" if evaluations else "")
+    note = "± is the standard deviation over draws; chance is the most frequent class."
+    return Table(caption, head, [row for group in rows.values() for row in group], note, names=len(head) - 4)
+
+
+def untrained_score(evaluation: Evaluation, score: Score, known: Sequence[Evaluation]) -> Score | None:
+    """Return the newest score of the untrained encoder that was measured alike."""
+    name, alike = f"{UNTRAINED}{evaluation.encoder}", evaluation.measurement()
+    for one in reversed(known):
+        if one.encoder == name and one.measurement() == alike:
+            return next((other for other in one.scores if other.name == score.name), None)
+    return None
+
+
+def details_table(evaluations: Sequence[Evaluation]) -> Table:
+    """Return a table of all scores: a row for each score, a column for each encoder."""
     encoders = list(dict.fromkeys(evaluation.encoder for evaluation in evaluations))
     rows: dict[str, dict[str, str]] = {}
     for evaluation in evaluations:
         for score in evaluation.scores:
-            if score.headline:
-                rows.setdefault(evaluation.name_of(score), {})[evaluation.encoder] = score.text
-    table = Table(title="Test scores in %, with 95% intervals or ± standard deviation over draws", title_justify="left")
-    # On a narrow screen the names of encoders are folded; a score's name is never cut.
-    table.add_column("score", no_wrap=True)
-    for encoder in encoders:
-        table.add_column(escape(encoder), justify="right", overflow="fold")
-    for name, cells in rows.items():
-        table.add_row(*(escape(cell) for cell in [name, *(cells.get(encoder, "") for encoder in encoders)]))
-    return table
+            rows.setdefault(evaluation.name_of(score), {})[evaluation.encoder] = score.text
+    cells = [[name, *(found.get(encoder, UNKNOWN) for encoder in encoders)] for name, found in rows.items()]
+    return Table(
+        "All scores: accuracies in %, with 95% intervals or ± standard deviation over draws",
+        ["score", *encoders],
+        cells,
+    )
 
 
 def today() -> str:

@@ -113,6 +113,8 @@ def test_the_export_formats_that_the_command_line_knows_are_the_registered_ones(
         (["pretrain", "stop-vitb1"], "'stop-vitb1': did you mean 'stop-vitb16'?"),
         (["sweep", "token"], "'token': did you mean 'tokens'?"),
         (["pretrain", "demo", "--optim.lrr", "1"], "--optim.lrr: did you mean --optim.lr?"),
+        (["sweep", "--vary", "optim.lrr", "1", "2"], "--optim.lrr: did you mean --optim.lr?"),
+        (["sweep", "--vary", "optim.lr", "1e-3"], "optim.lr has 1 different values"),
         (["sweep", "tokens", "--optim.lrr", "1"], "--optim.lrr: did you mean --optim.lr?"),
         (["pretrain", "demo", "--lr", "1"], "--lr: did you mean --optim.lr?"),
         (["demo", "--sed", "1"], "--sed: did you mean --seed?"),

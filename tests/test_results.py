@@ -16,10 +16,11 @@ from stop_mim.results import (
     accuracy,
     accuracy_interval,
     add_results,
+    details_table,
     find_score,
+    headline_table,
     read_results,
     results_document,
-    results_table,
     write_csv,
     write_json,
 )
@@ -95,26 +96,51 @@ def test_another_file_is_not_overwritten(tmp_path, text):
     assert path.read_text() == text
 
 
-def shown(evaluations, width=120):
+def shown(table, width=120):
     console = Console(file=io.StringIO(), width=width)
-    console.print(results_table(evaluations))
+    console.print(table.on_screen())
     return console.file.getvalue()
 
 
-def test_the_table_compares_the_headlines_of_encoders():
+def test_the_short_table_has_the_main_score_beside_the_untrained_encoder_and_chance():
+    one = replace(ONE, facts={**ONE.facts, "chance": 10.0})
+    before = replace(one, encoder="untrained:runs/a", scores=[replace(SCORES[0], value=31.0)])
+    table = headline_table([one], [before])
+    assert list(table.head) == ["score", "%", "95% interval", "untrained", "chance"]
+    assert table.rows == [["linear/top1", "80.0", "[49.0, 94.3]", "31.0", "10.0"]]
+    other_settings = replace(before, protocol={"name": "imagenet"})
+    assert headline_table([one], [other_settings]).rows[0][3] == "–"
+    assert headline_table([before]).rows == [["linear/top1", "31.0", "[49.0, 94.3]", "–", "10.0"]]
+
+
+def test_several_encoders_have_a_row_each():
     draws = replace(
         ONE, task="low-shot", scores=[Score("top1", 50.0, variant={"amount": "1%"}, headline=True, std=2.5)]
     )
-    others = [replace(ONE, encoder=f"[b]runs/with/a/long/name/{letter}[/b]") for letter in "bcd"]
-    text = shown([ONE, *others, draws])
-    assert "80.0 [49.0, 94.3]" in text
-    assert "low-shot/1%/top1" in text
-    assert "50.0 ± 2.5" in text
-    assert text.count("linear/top1") == 1
-    assert "penalty" not in text
-    assert "70.0" not in text
+    others = [replace(ONE, encoder=name) for name in ("[b]timm:x[/b]", "untrained:runs/a")]
+    table = headline_table([ONE, *others, draws])
+    assert [row[:2] for row in table.rows] == [
+        ["linear/top1", "runs/a"],
+        ["linear/top1", "[b]timm:x[/b]"],
+        ["low-shot/1%/top1", "runs/a"],
+    ]
+    assert [row[4] for row in table.rows] == ["80.0", "–", "–"]
+    assert table.rows[2][3] == "± 2.5"
     # Where the screen is narrow, names of encoders are folded, those of scores are not.
-    assert "low-shot/1%/top1" in shown([ONE, *others, draws], width=60)
+    assert "low-shot/1%/top1" in shown(table, width=60)
+    assert "[b]timm:x[/b]" in shown(table)
+
+
+def test_details_have_every_score():
+    text = shown(details_table([ONE]))
+    assert "linear/last4/batch_norm/lr=0.01/top1" in text
+    assert "0.001" in text
+
+
+def test_the_trained_encoder_is_found_before_the_untrained_one():
+    before = replace(ONE, encoder="untrained:runs/a", scores=[replace(SCORES[0], value=31.0)])
+    assert find_score([ONE, before], "linear/top1")[0] is ONE
+    assert find_score([before], "linear/top1")[0] is before
 
 
 def test_files_for_other_programs(tmp_path):

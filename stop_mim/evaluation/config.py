@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -32,6 +32,14 @@ class EvaluateConfig(Checked):
     """Seed of held-out images, draws, batch order and augmentation."""
     foreground: bool = False
     """Score all objects of a video as one, as DAVIS 2016 does."""
+    untrained: Literal["auto", "yes", "no"] = "auto"
+    """Whether to score a run's network with its initial weights too, where features are frozen; auto: up to 20,000 images."""
+    details: bool = False
+    """Show every score, not only the main one of each task."""
+    out: Path | None = None
+    """Directory whose results.json keeps the scores; default: the run directory, or else the current one."""
+    table: Path | None = None
+    """File for the table of main scores: .md (Markdown) or .tex (LaTeX)."""
     json: Path | None = None
     """File for all results, as JSON."""
     csv: Path | None = None

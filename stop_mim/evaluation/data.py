@@ -38,6 +38,10 @@ class TaskData:
         """The name of the test data."""
         return self.test.source.name
 
+    def chance(self) -> float:
+        """Return the test accuracy in % of always answering the most frequent class of the training images."""
+        return 100 * float(np.mean(self.test.classes == np.bincount(self.train.classes).argmax()))
+
     def facts(self) -> dict[str, Any]:
         """Return what a result records of the data."""
         return {
@@ -47,6 +51,7 @@ class TaskData:
             "test_images": len(self.test),
             "test_held_out": self.held_out,
             "classes": self.classes,
+            "chance": self.chance(),
         }
 
 

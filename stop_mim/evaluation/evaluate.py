@@ -1,4 +1,4 @@
-"""The command `evaluate`: every task with every encoder, results written as they come, and a table of them all."""
+"""The command `evaluate`: every task with every encoder, results written as they come, and a table of the main scores."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,25 +15,32 @@ from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
 from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size
 from stop_mim.evaluation.task import TASKS, Task, options_of
+from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable
 from stop_mim.results import (
     RESULTS_FILE,
+    UNTRAINED,
     Evaluation,
     add_results,
+    details_table,
+    headline_table,
     read_results,
     results_document,
-    results_table,
     today,
     write_csv,
     write_json,
 )
+from stop_mim.tables import check_table_file, write_tables
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.run_folder import environment
 
+# Up to so many images, a run's network is scored with its initial weights too, unless the user decides.
+MOST_IMAGES_OF_BASELINES = 20_000
+
 
 def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | None = None) -> list[Evaluation]:
-    """Run every task with every encoder, show a table, and write the results.
+    """Run every task with every encoder, show a table, and write the results; return those of the named encoders.
 
     Args:
         names: encoders; see `load_encoder`, also untrained:NAME and masks:FOLDER.
@@ -50,20 +57,41 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
     names = list(dict.fromkeys(name.rstrip("/") or name for name in names))
     with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
         work = _open_work(names, config, ranks, display)
-        found: list[Evaluation] = []
+        measured: list[Evaluation] = []
         for task in work:
-            found.append(_evaluation(task, ranks))
-            if ranks.is_main and task.subject.run is not None:
-                add_results(task.subject.run / RESULTS_FILE, found[-1:])
+            measured.append(_evaluation(task, ranks))
+            if ranks.is_main:
+                add_results(_results_file(task.subject, config), measured[-1:])
+    found = [one for one in measured if one.encoder in names]
     if ranks.is_main:
-        console.print(results_table(found))
-        if config.json is not None:
-            write_json(config.json, results_document(found))
-        if config.csv is not None:
-            write_csv(config.csv, found)
-        for path in dict.fromkeys(task.subject.run for task in work if task.subject.run is not None):
-            console.print(f"Written to {path / RESULTS_FILE}", highlight=False, markup=False, soft_wrap=True)
+        files = list(dict.fromkeys(_results_file(task.subject, config) for task in work))
+        _show_and_write(found, [one for file in files for one in read_results(file)], config, console)
+        for path in files:
+            console.print(f"Written to {path}", highlight=False, markup=False, soft_wrap=True)
     return found
+
+
+def _show_and_write(
+    found: list[Evaluation], known: Sequence[Evaluation], config: EvaluateConfig, console: Console
+) -> None:
+    """Show the tables, then write the files that the user asked for."""
+    table = headline_table(found, known)
+    console.print(table.on_screen())
+    if config.details:
+        console.print(details_table(found).on_screen())
+    else:
+        console.print("All scores: --details, or the files.", style="dim")
+    if config.table is not None:
+        write_tables(config.table, [table])
+    if config.json is not None:
+        write_json(config.json, results_document(found))
+    if config.csv is not None:
+        write_csv(config.csv, found)
+
+
+def _results_file(subject: Subject | GivenMasks, config: EvaluateConfig) -> Path:
+    """Return the file that keeps the scores of an encoder."""
+    return (config.out or subject.run or Path()) / RESULTS_FILE
 
 
 def _evaluation(task: Task, ranks: Ranks) -> Evaluation:
@@ -92,16 +120,17 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
     tasks = _choose_tasks(config)
     data = _open_data(config, tasks, all(name.startswith(MASKS) for name in names), display.say)
     bar = partial(_bar, display)
-    subjects = [_open_subject(name, config, tasks, ranks, bar) for name in names]
-    for number, subject in enumerate(subjects if len(subjects) > 1 else []):
+    baselines = _baselines(names, config, tasks, data)
+    subjects = [_open_subject(name, config, tasks, ranks, bar) for name in [*names, *baselines]]
+    for number, subject in enumerate(subjects[: len(names)] if len(names) > 1 else []):
         if isinstance(subject, Subject):
             subject.place = f"{number}-{Path(subject.name).name.replace(':', '-')}"
-    for path in {subject.run / RESULTS_FILE for subject in subjects if subject.run is not None}:
+    for path in {_results_file(subject, config) for subject in subjects}:
         _check_results_file(path, config)
     work = []
     for subject in subjects:
         for name, task in tasks.items():
-            for one in data[task.needs]:
+            for one in data[task.needs] if subject.name not in baselines or _frozen(task) else ():
                 if not task.labels or one.label in task.labels:
                     about = one.label if one.label not in ("class", VideoData.label) else ""
                     progress = bar(" ".join(filter(None, [subject.name, name, about])))
@@ -109,6 +138,23 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
     for one in work:
         one.check()
     return work
+
+
+def _frozen(task: type[Task]) -> bool:
+    """Whether a task scores frozen features of images, as which a network with its initial weights is a fair baseline."""
+    return task.needs == "images" and not task.trains
+
+
+def _baselines(
+    names: list[str], config: EvaluateConfig, tasks: dict[str, type[Task]], data: dict[str, list[Any]]
+) -> list[str]:
+    """Return the names of runs' networks with their initial weights that are scored too."""
+    images = sum(len(part) for one in data["images"][:1] for part in (one.train, one.test))
+    few = config.untrained == "yes" or images <= MOST_IMAGES_OF_BASELINES
+    if config.untrained == "no" or not few or not any(map(_frozen, tasks.values())):
+        return []
+    runs = [name for name in names if Path(name).expanduser().is_dir() and run_of(name) is not None]
+    return [name for name in (f"{UNTRAINED}{run}" for run in runs) if name not in names]
 
 
 def _choose_tasks(config: EvaluateConfig) -> dict[str, type[Task]]:
@@ -175,7 +221,9 @@ def _open_subject(
 
 
 def _check_outputs(config: EvaluateConfig) -> None:
-    for path in (config.json, config.csv):
+    if config.table is not None:
+        check_table_file(config.table)
+    for path in (config.json, config.csv, config.table):
         if path is not None:
             require_writable(str(path), path)
     if config.json is not None and config.csv is not None and config.json.resolve() == config.csv.resolve():
@@ -183,10 +231,11 @@ def _check_outputs(config: EvaluateConfig) -> None:
 
 
 def _check_results_file(path: Path, config: EvaluateConfig) -> None:
-    require_writable(str(path), path, "make the run directory writable, or evaluate a copy of its encoder elsewhere")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(str(path), path, "make the directory writable, or name another one with --out")
     for asked in (config.json, config.csv):
         if asked is not None and asked.resolve() == path.resolve():
-            raise InputError(f"{asked} is where the run keeps the results of all its evaluations: name another file.")
+            raise InputError(f"{asked} is where all results are kept: name another file.")
     read_results(path)
 
 

@@ -28,6 +28,7 @@ from stop_mim.evaluation.features import (
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
 from stop_mim.exchange.loading import ENCODERS, load_encoder, run_of
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.results import UNTRAINED
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import workers_for
 
@@ -122,8 +123,9 @@ class Subject:
 
 
 def open_encoder(name: str) -> tuple[FrozenEncoder, Path | None]:
-    """Return the encoder of a name, and the run directory that it comes from; a running run gives its newest one."""
-    return load_encoder(name), None if name.startswith(tuple(ENCODERS)) else run_of(name)
+    """Return the encoder of a name, and the run directory that it (or its trained twin) comes from."""
+    trained = name.removeprefix(UNTRAINED)
+    return load_encoder(name), None if trained.startswith(tuple(ENCODERS)) else run_of(trained)
 
 
 def set_image_size(encoder: FrozenEncoder, size: int, name: str) -> None:

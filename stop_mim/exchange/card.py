@@ -35,7 +35,7 @@ def read_scores(run: Path, encoders: Collection[str]) -> list[Row]:
     return [
         (one.name_of(score), _short(one.data), f"{score.value:.1f}{score.unit}", str(one.facts.get("date", ""))[:10])
         for one in read_results(run / RESULTS_FILE)
-        if Path(one.encoder).resolve().name in encoders
+        if not one.is_baseline and Path(one.encoder).resolve().name in encoders
         for score in one.scores
         if score.headline
     ]

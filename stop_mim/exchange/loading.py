@@ -30,12 +30,13 @@ from stop_mim.models.encoder import (
 )
 from stop_mim.models.hub_encoder import load_hub_encoder
 from stop_mim.registry import Registry
+from stop_mim.results import UNTRAINED
 from stop_mim.seeds import derive_seed
 from stop_mim.training.checkpoint import FILE_FORMAT as CHECKPOINT_FORMAT
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.run_folder import RunFolder
 
-SAFETENSORS, TIMM, HUB, UNTRAINED = ".safetensors", "timm:", "hf:", "untrained:"
+SAFETENSORS, TIMM, HUB = ".safetensors", "timm:", "hf:"
 # Keys under which training scripts other than the releases' save a model's weights.
 STATES = ("model", "state_dict")
 

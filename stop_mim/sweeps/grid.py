@@ -5,8 +5,10 @@ A new sweep is one function with the decorator `SWEEPS.register`; its docstring 
 
 import dataclasses
 import operator
+import re
 import typing
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +17,8 @@ from stop_mim.registry import Registry
 
 Config = TypeVar("Config")
 Overrides = Mapping[str, Any]
+Axes = Mapping[str, Sequence[Any]]
+"""Values of config fields, by path, whose combinations a sweep compares."""
 
 COVARIANCE_SIGMAS = (0.05, 0.1, 0.25, 0.5, 1.0)
 SIGMAS = (0.0, 0.001, 0.01, 0.1, 0.25, 1.0, 10.0)
@@ -119,6 +123,39 @@ def masking() -> Sweep:
             "sincos-released": {**FIXED, "masks.compat": "release"},
         },
     )
+
+
+@SWEEPS.register("vary")
+def vary() -> Sweep:
+    """The fields of --vary alone, every combination of their values."""
+    return Sweep("", {"": {}})
+
+
+def varied(sweep: Sweep, axes: Axes) -> Sweep:
+    """Return each variant with each combination of values; the first value of every field is the baseline's."""
+    names = short_names(axes)
+    baseline, variants = sweep.baseline, dict(sweep.variants)
+    for path, values in axes.items():
+        baseline = _joined(baseline, names[path], values[0])
+        variants = {
+            _joined(variant, names[path], value): {**overrides, path: value}
+            for variant, overrides in variants.items()
+            for value in values
+        }
+    return Sweep(baseline, variants)
+
+
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return the last parts of fields' paths, or the whole paths where these are the same."""
+    last = {path: path.rpartition(".")[2] for path in paths}
+    counts = Counter(last.values())
+    return {path: name if counts[name] == 1 else path for path, name in last.items()}
+
+
+def _joined(variant: str, name: str, value: Any) -> str:
+    """Return the name of a variant with one more field, which is also the name of a directory."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return "-".join(filter(None, [variant, name, re.sub(r"[^\w.+]+", "-", text).strip("-")]))
 
 
 def with_overrides(config: Config, overrides: Overrides) -> Config:

@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
-from stop_mim.sweeps.grid import SWEEPS, Overrides, as_flags, changes, with_overrides
+from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
 from stop_mim.training.compat import Compat
 
@@ -58,7 +59,7 @@ class SweepConfig(Checked):
     job: tuple[str, ...] = ()
     """Parameters of submitit's jobs, such as timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
     dry_run: bool = False
-    """Print the grid, the commands and the estimated time, and run nothing."""
+    """Print the grid, the commands and the time they take, from finished runs or a few measured steps; run nothing."""
     retry_failed: bool = False
     """Run again what failed before."""
 
@@ -100,7 +101,8 @@ class Job:
 
     def evaluation(self) -> list[str]:
         """Return the arguments that evaluate the encoder."""
-        return ["evaluate", str(self.folder), *self.evaluate, *self.speed, "--json", str(self.folder / SCORES_FILE)]
+        files = ["--untrained", "no", "--json", str(self.folder / SCORES_FILE)]
+        return ["evaluate", str(self.folder), *self.evaluate, *self.speed, *files]
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,10 @@ class Plan:
     """Scores that the tables show."""
     out: Path
 
+    def config(self, variant: str) -> "TrainConfig":
+        """Return the config of a variant, with the recipe's seed and directory."""
+        return with_overrides(self.base, self.variants[variant])
+
     def jobs(self, config: SweepConfig) -> Iterator[Job]:
         """Yield the runs, seed by seed, so that a sweep that is stopped has complete seeds."""
         from stop_mim.training.recipes import find_recipe
@@ -127,7 +133,7 @@ class Plan:
         for seed in config.seeds:
             for variant in config.variants or self.variants:
                 folder = self.out / variant / f"seed-{seed}"
-                run = with_overrides(self.base, {**self.variants[variant], "seed": seed, "out": str(folder)})
+                run = replace(self.config(variant), seed=seed, out=str(folder))
                 changed = changes(run, default)
                 speed = {path: value for path, value in changed.items() if path.startswith("speed.")}
                 options, fast = (*compat_flag(config), *as_flags(changed, run)), tuple(as_flags(speed, run))
@@ -187,6 +193,7 @@ def base_config(config: SweepConfig) -> "TrainConfig":
     return base
 
 
+<<<<<<< HEAD
 def compat_flag(config: SweepConfig) -> list[str]:
     """Return the option of `pretrain` that a sweep's compat is; none for its default."""
     return [] if config.compat == "corrected" else ["--compat", config.compat]
@@ -195,6 +202,20 @@ def compat_flag(config: SweepConfig) -> list[str]:
 def make_plan(name: str, config: SweepConfig, base: "TrainConfig | None" = None) -> Plan:
     """Return the plan of a named sweep, with `base` instead of the scale's config; raise InputError if it cannot run."""
     sweep, scale = SWEEPS.find(name)(), SCALES.find(config.scale)()
+=======
+def make_plan(
+    name: str, config: SweepConfig, base: "TrainConfig | None" = None, axes: Axes = MappingProxyType({})
+) -> Plan:
+    """Return the plan of a named sweep; raise InputError if it cannot run.
+
+    Args:
+        base: config that the variants change; default: the scale's.
+        axes: values of fields with each combination of which every variant is run.
+    """
+    sweep, scale = varied(SWEEPS.find(name)(), axes), SCALES.find(config.scale)()
+    if not sweep.baseline:
+        raise InputError("No field is varied: add --vary FIELD VALUE VALUE, such as --vary optim.lr 5e-4 1e-3.")
+>>>>>>> 41a0afb (One headline table of evaluate beside untrained and chance; sweeps vary any fields, measure their time and write Markdown and LaTeX)
     base = base or base_config(config)
     for given in [*config.variants, *filter(None, [config.baseline])]:
         if given not in sweep.variants:
@@ -215,7 +236,11 @@ def make_plan(name: str, config: SweepConfig, base: "TrainConfig | None" = None)
         base,
         (*scale.evaluate, *_probes(config, scale.evaluate)),
         scale.shown,
+<<<<<<< HEAD
         config.out or Path("runs") / "-".join(["sweep", name, config.scale, *compat_flag(config)[1:]]),
+=======
+        config.out or Path("runs") / "-".join(["sweep", name, *short_names(axes).values(), config.scale]),
+>>>>>>> 41a0afb (One headline table of evaluate beside untrained and chance; sweeps vary any fields, measure their time and write Markdown and LaTeX)
     )
 
 

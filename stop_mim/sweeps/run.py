@@ -5,20 +5,26 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from stop_mim.benchmark.bench import open_run, steps_of
+from stop_mim.benchmark.timing import run_seconds
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.files import locked, write_atomically
+from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
+from stop_mim.training.callbacks.progress import ProgressDisplay
+from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.trainer import catch_interruption
 
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
     from stop_mim.training.config import TrainConfig
 
 FAILED_FILE, LOCK_FILE = "failed.json", ".lock"
+# Steps before and of a measurement for --dry-run, and about the seconds that they may take.
+MEASURED_STEPS, MEASURED_SECONDS = (3, 5), 20.0
+MEASURED_IMAGES_ON_CPU = 16
 
 
 @dataclass(frozen=True)
@@ -38,15 +47,20 @@ class SweepResult:
 
 
 def run_sweep(
-    name: str, config: SweepConfig, base: "TrainConfig | None" = None, console: Console | None = None
+    name: str,
+    config: SweepConfig,
+    base: "TrainConfig | None" = None,
+    console: Console | None = None,
+    axes: Axes = MappingProxyType({}),
 ) -> SweepResult:
     """Run what is missing of a sweep, or show what would be run, and summarise its directory.
 
     Args:
         base: config that the variants change; default: the scale's.
+        axes: values of fields with each combination of which every variant is run.
     """
     console = console or Console()
-    plan = make_plan(name, config, base)
+    plan = make_plan(name, config, base, axes)
     plan.check()
     jobs = list(plan.jobs(config))
     if config.dry_run:
@@ -62,7 +76,7 @@ def run_sweep(
     summary = summarise(plan, jobs, read_failed(plan.out))
     write_summary(plan.out, summary)
     show_summary(summary, console)
-    _say(console, f"Written to {plan.out / 'summary.json'} and summary.csv.")
+    _say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
     if interrupted_by:
         _say(console, f"Stopped by {interrupted_by}: the same command continues.", "yellow")
     if summary.failed:
@@ -131,24 +145,69 @@ def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Con
     for job in left:
         for arguments in (job.training(), job.evaluation()):
             _say(console, f"stop-mim {shlex.join(arguments)}")
-    at_once = len(places(config.side_by_side, plan.base.speed.device)) if config.launch == "local" else len(left)
-    _say(console, estimate(jobs, left, plan.base.optim.batch_size, max(1, at_once)))
-
-
-def estimate(jobs: Sequence[Job], left: Sequence[Job], batch_size: int, at_once: int) -> str:
-    """Return how long the training of the runs that are left takes, from the finished runs of the directory."""
-    finished = [read_metrics(job.folder) for job in jobs if job.finished]
-    seconds = [
-        lines[-1]["step"] * batch_size / statistics.median(line["images_per_second"] for line in lines)
-        for lines in finished
-        if lines
-    ]
     if not left:
-        return "All runs are done: the same command without --dry-run prints the tables."
-    if not seconds:
-        return f"Runs to do: {len(left)}. --dry-run estimates the time once one is finished."
-    minutes = statistics.median(seconds) * len(left) / min(at_once, len(left)) / 60
-    return f"Runs to do: {len(left)}, {at_once} at a time: about {minutes:.1f} minutes, evaluation not included."
+        _say(console, "All runs are done: the same command without --dry-run prints the tables.")
+        return
+    at_once = len(places(config.side_by_side, plan.base.speed.device)) if config.launch == "local" else len(left)
+    at_once = max(1, min(at_once, len(left)))
+    seconds, origin = estimate(plan, jobs, left, console)
+    time = f"about {duration(seconds / at_once)}" if seconds else "their time depends on the images, see --data"
+    _say(
+        console,
+        f"Runs to do: {len(left)}, {at_once} at a time: {time} of training ({origin}); evaluation comes on top.",
+    )
+
+
+def estimate(plan: Plan, jobs: Sequence[Job], left: Sequence[Job], console: Console) -> tuple[float, str]:
+    """Return the seconds of all trainings that are left, one after the other, and what they are estimated from."""
+    finished = [lines for job in jobs if job.finished and (lines := read_metrics(job.folder))]
+    if finished:
+        size = plan.base.optim.batch_size
+        seconds = [
+            lines[-1]["step"] * size / statistics.median(line["images_per_second"] for line in lines)
+            for lines in finished
+        ]
+        return statistics.median(seconds) * len(left), f"as in {len(finished)} finished runs"
+    images = len(open_source(plan.base.data)) if plan.base.data else 0
+    rates, total = dict[Any, float](), 0.0
+    for job in left:
+        config = plan.config(job.variant)
+        # What a step costs depends on these alone.
+        kind = (config.encoder, config.predictor, config.objective, config.masks, config.optim.batch_size)
+        if kind not in rates:
+            _say(console, f"Measuring a few steps of {job.variant} …")
+            rates[kind] = steps_per_second(config) * config.optim.batch_size
+        total += config.optim.epochs * images / rates[kind]
+    speed = " to ".join(dict.fromkeys(f"{rate:,.0f}" for rate in (min(rates.values()), max(rates.values()))))
+    return total, f"{speed} images/s on {choose_device(plan.base.speed.device).type}, without reading images"
+
+
+def steps_per_second(config: "TrainConfig") -> float:
+    """Return the speed of the training step, measured over a few steps of random images."""
+    device, budget = choose_device(config.speed.device), MEASURED_SECONDS
+    if device.type == "cpu":
+        # A whole batch of a large recipe takes minutes on a CPU, where time grows with the number of images.
+        fewer = min(config.optim.batch_size, MEASURED_IMAGES_ON_CPU)
+        small = replace(config, optim=replace(config.optim, batch_size=fewer))
+        share = fewer / config.optim.batch_size
+    else:
+        small, share = config, 1.0
+    with ProgressDisplay(Console(quiet=True), shown=False) as display:
+        run = open_run(small, False, display, display.say)
+        with steps_of(run) as step:
+            taken = list[float]()
+            while len(taken) < sum(MEASURED_STEPS) and sum(taken) < budget:
+                taken += run_seconds(step, device, 1, 1)
+    # The first steps compile and fill caches.
+    return share / statistics.median(taken[MEASURED_STEPS[0] :] or taken[-1:])
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as 40 seconds, 3.5 minutes or 12.0 hours."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

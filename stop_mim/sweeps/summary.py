@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from scipy import stats
 
 from stop_mim.files import write_atomically
 from stop_mim.results import read_results
 from stop_mim.sweeps.plan import SCORES_FILE, Job, Plan
+from stop_mim.tables import Table, write_tables
 from stop_mim.training.run_folder import read_metrics
 
 SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
+SUMMARY_TABLES = ("summary.md", "summary.tex")
 FORMAT = "stop-mim sweep summary 2"
 CONFIDENCE = 0.95
 LEAST_SEEDS = 3
@@ -181,10 +182,12 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
 
 def write_summary(out: Path, summary: Summary) -> None:
-    """Write summary.json and summary.csv, which has one line for each number."""
+    """Write summary.json, summary.csv with one line for each number, and the tables as Markdown and LaTeX."""
     text = json.dumps(as_json(summary), indent=2)
     write_atomically(out / SUMMARY_JSON, lambda file: file.write_text(text + "\n"))
     write_atomically(out / SUMMARY_CSV, lambda file: _write_csv(file, summary))
+    for name in SUMMARY_TABLES:
+        write_tables(out / name, [means_table(summary), differences_table(summary)])
 
 
 def _write_csv(file: Path, summary: Summary) -> None:
@@ -206,8 +209,8 @@ def _write_csv(file: Path, summary: Summary) -> None:
 def show_summary(summary: Summary, console: Console) -> None:
     """Print both tables, if any run is finished, and remarks."""
     if any(summary.scores.values()):
-        console.print(means_table(summary))
-        console.print(differences_table(summary))
+        console.print(means_table(summary).on_screen())
+        console.print(differences_table(summary).on_screen())
     for line in _remarks(summary):
         console.print(escape(line), highlight=False, soft_wrap=True)
 
@@ -228,29 +231,26 @@ def means_table(summary: Summary) -> Table:
     """Return a table with a row for each variant: mean ± standard deviation over seeds."""
     plan = summary.plan
     title = f"{plan.sweep} at {plan.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
-    table = _table(title, summary, "n")
+    rows = []
     for variant, row in summary.scores.items():
         n = max((score.over_seeds.n for score in row.values()), default=0)
-        table.add_row(escape(variant), str(n), *(_mean_cell(row.get(name)) for name in summary.columns()))
-    return table
+        rows.append([variant, str(n), *(_mean_cell(row.get(name)) for name in summary.columns())])
+    return Table(title, ["variant", "n", *_headings(summary)], rows)
 
 
 def differences_table(summary: Summary) -> Table:
     """Return a table with a row for each variant but the baseline: paired difference and its interval."""
-    table = _table(f"difference to {summary.plan.baseline}, same seeds [95% interval]", summary, "pairs")
+    rows = []
     for variant, row in summary.scores.items():
         if variant != summary.plan.baseline:
             pairs = max((score.difference.n for score in row.values() if score.difference is not None), default=0)
-            table.add_row(escape(variant), str(pairs), *(_difference_cell(row.get(name)) for name in summary.columns()))
-    return table
+            rows.append([variant, str(pairs), *(_difference_cell(row.get(name)) for name in summary.columns())])
+    title = f"difference to {summary.plan.baseline}, same seeds [95% interval]"
+    return Table(title, ["variant", "pairs", *_headings(summary)], rows)
 
 
-def _table(title: str, summary: Summary, count: str) -> Table:
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("variant", no_wrap=True)
-    for heading in [count, *(HEALTH.get(name, name.replace("/", "\n")) for name in summary.columns())]:
-        table.add_column(escape(heading), justify="right")
-    return table
+def _headings(summary: Summary) -> list[str]:
+    return [HEALTH.get(name, name.replace("/", "\n")) for name in summary.columns()]
 
 
 def _mean_cell(score: Score | None) -> str:
@@ -265,4 +265,4 @@ def _difference_cell(score: Score | None) -> str:
         return "–"
     apart = score.difference
     interval = "" if apart.low is None else f" [{apart.low:+.2f}, {apart.high:+.2f}]"
-    return escape(f"{apart.mean:+.2f}{interval}")
+    return f"{apart.mean:+.2f}{interval}"

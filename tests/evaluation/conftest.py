@@ -22,6 +22,9 @@ COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40), 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path / "cache"))
+    # Scores of encoders without a run directory are kept in the current one.
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
 
 @pytest.fixture

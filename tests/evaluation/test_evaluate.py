@@ -38,6 +38,7 @@ from stop_mim.results import find_score, read_results
 from stop_mim.training.config import SpeedConfig
 
 QUICK = evaluate_config()(
+    untrained="no",
     low_shot=LowShotOptions(("25%", "2"), draws=2),
     knn=KnnOptions((3,)),
     linear_sgd=LinearSGDOptions(epochs=2, batch_size=16),
@@ -75,8 +76,9 @@ def test_every_task_on_a_folder(run, colours):
         assert value(tasks[spec.split("/")[0]], spec) == 100
     assert find_score(found, "low-shot/25%/top1")[1].std is not None
     assert value(tasks["low-shot"], "low-shot/2/images") == 8
-    for spec in ("linear-sgd/last2/batch_norm/top1", "finetune/top1", "finetune-low-shot/25%/top1"):
+    for spec in ("linear-sgd/top1", "finetune/top1", "finetune-low-shot/25%/top1"):
         assert spec in console.file.getvalue()
+    assert "batch_norm" not in console.file.getvalue(), "only the main score of each task"
     written = read_results(run / "results.json")
     assert [one.task for one in written] == [*tasks]
     for one, other in zip(written, found, strict=True):
@@ -238,7 +240,26 @@ def test_encoders_by_every_name_in_one_table(run, colours, tmp_path):
     assert len(set(prints)) == 4
     assert [one.encoder for one in read_results(tmp_path / "r.json")] == names
     assert (tmp_path / "r.csv").read_text().count("knn,class") == 10
-    assert not (tmp_path / "results.json").exists()
+    assert [one.encoder for one in read_results(run / "results.json")] == names[:4]
+    assert [one.encoder for one in read_results(Path("results.json"))] == names[4:], "in the current directory"
+
+
+def test_a_run_is_scored_beside_its_untrained_network(run, colours, tmp_path):
+    config = replace(QUICK, task=("knn", "finetune"), data=str(colours), out=tmp_path / "kept", table=tmp_path / "t.md")
+    console = Console(file=io.StringIO(), width=160)
+    config = replace(config, untrained="auto", details=True)
+    found = evaluate([str(run)], config, console)
+    assert [one.encoder for one in found] == [str(run)] * 2
+    kept = read_results(tmp_path / "kept" / "results.json")
+    assert [(one.encoder, one.task) for one in kept] == [
+        *((str(run), "knn"), (str(run), "finetune"), (f"untrained:{run}", "knn")),
+    ]
+    assert not (run / "results.json").exists()
+    before = value(kept[2], "knn/neighbours=3/top1")
+    row = next(line for line in (tmp_path / "t.md").read_text().splitlines() if "knn" in line)
+    # Four classes of the same size.
+    assert row.split(" | ")[-2:] == [f"{before:.1f}", "25.0 |"]
+    assert "knn/centred/neighbours=3/top1" in console.file.getvalue()
 
 
 def test_a_timm_model_without_its_weights_at_another_size(colours):
@@ -299,7 +320,7 @@ def test_encoders_of_others(colours, tmp_path, write, name):
     found = evaluate([name], replace(QUICK, task=tasks, data=str(colours)), silent())
     assert [one.task for one in found] == list(tasks)
     assert value(found[0], "knn/centred/neighbours=3/top1") > 80, "four plain colours"
-    assert not list(tmp_path.glob("**/results.json")), "there is no run to keep them"
+    assert [one.encoder for one in read_results(Path("results.json"))] == [name] * len(tasks)
 
 
 # What is shared
@@ -398,7 +419,7 @@ def test_outputs_and_labels_are_checked_before_anything_is_computed(run, colours
     both = ("--json", tmp_path / "r", "--csv", tmp_path / "r")
     assert f"json and csv are both {tmp_path / 'r'}" in complaint(capsys, *knn, *both)
     (run / "results.json").write_text('{"format": "stop-mim results 2", "evaluations": []}')
-    assert "is where the run keeps" in complaint(capsys, *knn, "--json", run / "results.json")
+    assert "is where all results are kept" in complaint(capsys, *knn, "--json", run / "results.json")
     (run / "results.json").write_text('{"format": "stop-mim results 1", "evaluations": []}')
     assert "move the file away" in complaint(capsys, *knn)
     (run / "results.json").unlink()

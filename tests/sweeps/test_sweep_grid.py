@@ -40,13 +40,28 @@ def test_every_variant_is_a_valid_config_at_every_scale(scale):
 
 
 def test_grids_ask_what_the_paper_asks():
-    assert list(SWEEPS) == NAMES
+    assert list(SWEEPS) == [*NAMES, "vary"]
     assert values("positions", "positions.kind") == ["sincos", "learned", "stochastic"]
     assert values("tokens", "positions.apply_to") == ["none", "context", "both", "masked"]
     assert values("resolution", "objective.target_resolution") == ["full", "bilinear", "max", "full"]
     assert values("regularisation", "objective.l1_strength") == [0, 1, 10, 100, 0]
     assert set(values("regularisation", "positions.kind")[:-1]) == {"sincos"}
     assert values("sigma", "positions.sigma") == [0, 0.001, 0.01, 0.1, 0.25, 1, 10]
+
+
+def test_fields_are_varied_in_every_combination():
+    axes = {"optim.lr": [5e-4, 1e-3], "encoder.image_size": [(64, 64)]}
+    plan = make_plan("vary", SweepConfig(), axes=axes)
+    assert plan.variants == {
+        "lr-0.0005-image_size-64-64": {"optim.lr": 5e-4, "encoder.image_size": (64, 64)},
+        "lr-0.001-image_size-64-64": {"optim.lr": 1e-3, "encoder.image_size": (64, 64)},
+    }
+    assert (plan.baseline, str(plan.out)) == ("lr-0.0005-image_size-64-64", "runs/sweep-vary-lr-image_size-demo")
+    both = make_plan("tokens", SweepConfig(), axes={"encoder.width": [48, 64], "predictor.width": [32, 64]})
+    assert len(both.variants) == 4 * 4
+    assert both.baseline == "none-encoder.width-48-predictor.width-32"
+    with pytest.raises(InputError, match="--vary FIELD"):
+        make_plan("vary", SweepConfig())
 
 
 def test_learned_and_fixed_covariance_are_compared_at_the_same_sigmas():

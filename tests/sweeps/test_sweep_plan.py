@@ -54,7 +54,9 @@ def test_jobs_are_ordinary_commands_seed_by_seed():
         place = command.index(option[0])
         assert command[place : place + 2] == option
     run, scores = "out/fixed/seed-5", "out/fixed/seed-5/scores.json"
-    assert jobs[2].evaluation() == ["evaluate", run, "--data", "scenes", "--speed.device", "cpu", "--json", scores]
+    assert jobs[2].evaluation() == [
+        *("evaluate", run, "--data", "scenes", "--speed.device", "cpu", "--untrained", "no", "--json", scores),
+    ]
     Path(run).mkdir(parents=True)
     Path(run, "config.json").touch()
     assert jobs[2].training() == ["resume", run, "--speed.device", "cpu"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from mini_sweep import mini_config
 
 from stop_mim.errors import InputError
 from stop_mim.sweeps.launch import places
-from stop_mim.sweeps.run import run_sweep
+from stop_mim.sweeps.plan import base_config
+from stop_mim.sweeps.run import run_sweep, steps_per_second
 
 HOLDER = """
 import time
@@ -117,16 +119,22 @@ def test_gpus_are_dealt_out(monkeypatch):
     assert places(1, "cpu", {}) == [{}]
 
 
-def test_a_dry_run_prints_grid_and_commands_and_estimates_from_finished_runs(stand_in, console):
+def test_a_dry_run_prints_grid_and_commands_and_estimates_from_measured_steps_or_runs(stand_in, console, monkeypatch):
+    # Half a second a step of 8 images, or a quarter of a step of 32, of which 16 are measured on a CPU.
+    monkeypatch.setattr("stop_mim.sweeps.run.run_seconds", lambda *_: [0.5])
+    base = base_config(mini_config())
+    assert steps_per_second(replace(base, optim=replace(base.optim, batch_size=32))) == 1.0
     run_sweep("mini", mini_config(dry_run=True), console=console)
     assert not Path("out").exists()
     shown = console.file.getvalue()
+    # Four runs of 10 epochs of 32 images at 16 images a second.
+    assert "Runs to do: 4, 1 at a time: about 80 seconds of training (16 images/s on cpu" in shown
     for words in ("fixed (baseline)", "positions.sigma 1.0", "stop-mim pretrain demo", "stop-mim evaluate out/noisy"):
         assert words in shown
     run_sweep("mini", mini_config(variants=("fixed",)), console=console)
     run_sweep("mini", mini_config(dry_run=True), console=console)
     # Two runs are left, of 40 steps of 8 images at 16 images a second.
-    assert "Runs to do: 2, 1 at a time: about 0.7 minutes" in console.file.getvalue()
+    assert "Runs to do: 2, 1 at a time: about 40 seconds of training (as in 2 finished" in console.file.getvalue()
 
 
 def test_a_directory_is_for_one_sweep_at_a_time(stand_in, console):

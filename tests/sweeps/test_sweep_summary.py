@@ -93,6 +93,8 @@ def test_files_and_tables_hold_the_same_numbers(console):
     assert float(rows["noisy", "top1"]["difference"]) == 3.0
     assert float(rows["noisy", "top1"]["high"]) == pytest.approx(7.96833, abs=1e-4)
     assert rows["fixed", "top1"]["difference"] == ""
+    assert "| noisy | 3 | 15.00 ± 3.46 | 30.00 ± 6.93 |" in Path("out/summary.md").read_text()
+    assert r"noisy & 3 & +3.00 [-1.97, +7.97] &" in Path("out/summary.tex").read_text()
     show_summary(summary, console)
     text = console.file.getvalue()
     words = ("15.00 ± 3.46", "+3.00 [-1.97, +7.97]", "|A|", "noisy/seed-3 failed: The loss is", "fixed/seed-4 is not")

@@ -142,7 +142,7 @@ class Finetune(TrainingTask):
 
     def results(self, training: "FinetuneTraining") -> Iterator[Score]:
         for top, value in zip(TOP, training.score(self.data.test)[0].tolist(), strict=True):
-            yield accuracy(top, value, len(self.data.test), variant=self.variant(), headline=True)
+            yield accuracy(top, value, len(self.data.test), variant=self.variant(), headline=top == 1)
         yield Score("train_loss", training.train_loss, variant=self.variant(), unit="")
 
 

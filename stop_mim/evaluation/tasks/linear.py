@@ -86,7 +86,7 @@ def linear_probe(
         logits = torch.cat([probe.logits(chunk.to(device)) for chunk in test[layers]])
         variant: dict[str, Scalar] = {"batch_norm": scaled}
         scores = [
-            accuracy(k, 100 * top_accuracy(logits, test_labels.to(device), k), len(logits), layers, variant, k == 1)
+            accuracy(k, 100 * top_accuracy(logits, test_labels.to(device), k), len(logits), layers, variant)
             for k in (1, 5)
             if k < classes
         ]
@@ -98,4 +98,4 @@ def linear_probe(
     if progress is not None:
         progress(2 * len(variants) * STEPS, 2 * len(variants) * STEPS)
     for score in best:
-        yield replace(score, layers=None, variant={}, headline=score.low is not None)
+        yield replace(score, layers=None, variant={}, headline=score.metric == "top1")

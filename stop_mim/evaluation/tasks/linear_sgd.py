@@ -82,25 +82,25 @@ class LinearSGD(TrainingTask):
         heads, several = training.heads.heads, len(training.protocol.lrs) > 1
         images = len(self.data.test)
 
-        def scores(number: int, layers: int | None, variant: dict[str, Scalar], headline: bool) -> Iterator[Score]:
+        def scores(number: int, layers: int | None, variant: dict[str, Scalar]) -> Iterator[Score]:
             yield Score("held_out_top1", held_out[number][0], layers, variant)
             for top, value in zip(TOP, tested[number], strict=True):
-                yield accuracy(top, value, images, layers, variant, headline and (top == 1 or layers is None))
+                yield accuracy(top, value, images, layers, variant, layers is None and top == 1)
 
         def best(numbers: Iterable[int]) -> int:
             return max(numbers, key=lambda number: held_out[number][0])
 
         for number, head in enumerate(heads):
             rate: dict[str, Scalar] = {"lr": head.lr} if several else {}
-            yield from scores(number, head.layers, {"batch_norm": head.batch_norm, **rate}, not several)
+            yield from scores(number, head.layers, {"batch_norm": head.batch_norm, **rate})
         for layers, norm in dict.fromkeys((head.layers, head.batch_norm) for head in heads) if several else ():
             chosen = best(n for n, head in enumerate(heads) if (head.layers, head.batch_norm) == (layers, norm))
             yield Score("lr", heads[chosen].lr, layers, {"batch_norm": norm}, unit="")
-            yield from scores(chosen, layers, {"batch_norm": norm}, True)
+            yield from scores(chosen, layers, {"batch_norm": norm})
         chosen = best(range(len(heads)))
         for name, value in asdict(heads[chosen]).items():
             yield Score(name, float(value), unit="")
-        yield from scores(chosen, None, {}, True)
+        yield from scores(chosen, None, {})
 
 
 def held_out_images(images: int) -> int:

@@ -140,10 +140,10 @@ def low_shot(
     tops = {k: [100 * top_accuracy(one, test_labels, k) for one in logits] for k in (1, 5) if k < classes}
     for k, values in tops.items():
         if len(values) == 1:
-            yield accuracy(k, values[0], images, variant=about, headline=True)
+            yield accuracy(k, values[0], images, variant=about, headline=k == 1)
         else:
             mean, std = float(np.mean(values)), float(np.std(values, ddof=1))
-            yield Score(f"top{k}", mean, variant=about, headline=True, std=std)
+            yield Score(f"top{k}", mean, variant=about, headline=k == 1, std=std)
     yield Score("images", float(len(draws[0][1])), variant=about, unit="")
     for draw, one in enumerate(chosen):
         yield accuracy(1, tops[1][draw], images, variant={**about, "draw": draw})

@@ -13,6 +13,9 @@ from stop_mim.evaluation.subject import GivenMasks
 from stop_mim.evaluation.task import TASKS, Task
 from stop_mim.results import Score
 
+# As in the paper's table.
+HEADLINES = ("J&F", "J_mean", "F_mean")
+
 
 @dataclass(frozen=True)
 class VideoOptions(Checked, group="video"):
@@ -53,7 +56,7 @@ class VideoSegmentation(Task):
             self.details.update(scores)
             for metric, value in scores.items():
                 if metric != "sequences":
-                    yield Score(metric, 100 * value, headline=True)
+                    yield Score(metric, 100 * value, headline=metric in HEADLINES)
 
     def _scores(self) -> VideoScores:
         videos, subject, foreground = self.data.videos, self.subject, self.config.foreground

@@ -1,0 +1,84 @@
+"""Tables of text: for the screen, Markdown and LaTeX."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.table
+from rich.markup import escape
+
+from stop_mim.errors import InputError
+from stop_mim.files import write_atomically
+
+# Characters with a meaning in LaTeX, and those that its fonts lack.
+LATEX = {one: f"\\{one}" for one in "&%$#_{}"} | {
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"±": r"$\pm$", "|": r"$|$", "<": r"$<$", ">": r"$>$", "–": "--", "−": "$-$", "·": r"$\cdot$", "…": r"\ldots{}"},
+    **{"σ": r"$\sigma$", "Σ": r"$\Sigma$", "ψ": r"$\psi$", "m̃": r"$\tilde{m}$"},
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a caption; the first `names` columns name the rows, the others hold numbers."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    names: int = 1
+
+    def on_screen(self) -> rich.table.Table:
+        """Return the table for a rich console."""
+        note = escape(self.note) or None
+        table = rich.table.Table(title=escape(self.caption), title_justify="left", caption=note, caption_justify="left")
+        for number, heading in enumerate(self.head):
+            # On a narrow screen other columns are folded; what the first one names is never cut.
+            named = number < self.names
+            table.add_column(
+                escape(heading), justify="left" if named else "right", no_wrap=number == 0, overflow="fold"
+            )
+        for row in self.rows:
+            table.add_row(*map(escape, row))
+        return table
+
+    def markdown(self) -> str:
+        """Return a pipe table below its caption."""
+        marks = ["---" if number < self.names else "---:" for number in range(len(self.head))]
+        rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (self.head, *self.rows)]
+        lines = ["| " + " | ".join(row) + " |" for row in (rows[0], marks, *rows[1:])]
+        return "\n".join([self.caption, "", *lines, *(["", self.note] if self.note else [])]) + "\n"
+
+    def latex(self) -> str:
+        """Return a table environment with rules of the package booktabs."""
+        columns = "".join("l" if number < self.names else "r" for number in range(len(self.head)))
+        head, *rows = (" & ".join(map(_latex, row)) + r" \\" for row in (self.head, *self.rows))
+        caption = ". ".join(text.rstrip(".") for text in (self.caption, self.note) if text)
+        lines = [
+            r"\begin{table}",
+            rf"\caption{{{_latex(caption)}}}",
+            r"\centering",
+            rf"\begin{{tabular}}{{{columns}}}",
+            *(r"\toprule", head, r"\midrule", *rows, r"\bottomrule"),
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+        return "% \\usepackage{booktabs}\n" + "\n".join(lines) + "\n"
+
+
+def _latex(text: str) -> str:
+    return re.sub("m̃|.", lambda found: LATEX.get(found[0], found[0]), text.replace("\n", " "))
+
+
+def check_table_file(path: Path) -> None:
+    """Raise InputError unless the name of a file ends in .md or .tex."""
+    if path.suffix not in (".md", ".tex"):
+        raise InputError(f"The table {path} has no known form: name a file that ends in .md or .tex.")
+
+
+def write_tables(path: Path, tables: Sequence[Table]) -> None:
+    """Write tables as Markdown (.md) or LaTeX (.tex)."""
+    check_table_file(path)
+    parts = [table.markdown() if path.suffix == ".md" else table.latex() for table in tables]
+    write_atomically(path, lambda file: file.write_text("\n".join(parts), encoding="utf-8"))

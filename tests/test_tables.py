@@ -1,0 +1,29 @@
+"""Tables as Markdown and LaTeX: what has a meaning there is escaped."""
+
+import pytest
+
+from stop_mim.errors import InputError
+from stop_mim.tables import Table, write_tables
+
+TABLE = Table("Scores of a_b", ["variant", "|m̃|"], [["σ|1", "50% ± 2\\"]], "A & B.")
+
+
+def test_markdown(tmp_path):
+    write_tables(tmp_path / "t.md", [TABLE, TABLE])
+    text = (tmp_path / "t.md").read_text()
+    assert text.startswith("Scores of a_b\n\n| variant | \\|m̃\\| |\n| --- | ---: |\n| σ\\|1 | 50% ± 2\\ |\n\nA & B.\n")
+    assert text.count("| --- |") == 2
+
+
+def test_latex(tmp_path):
+    write_tables(tmp_path / "t.tex", [TABLE])
+    lines = (tmp_path / "t.tex").read_text().splitlines()
+    assert r"\caption{Scores of a\_b. A \& B}" in lines
+    assert r"\begin{tabular}{lr}" in lines
+    assert r"variant & $|$$\tilde{m}$$|$ \\" in lines
+    assert r"$\sigma$$|$1 & 50\% $\pm$ 2\textbackslash{} \\" in lines
+
+
+def test_other_forms_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"t\.xls.*\.md or \.tex"):
+        write_tables(tmp_path / "t.xls", [TABLE])
