@@ -193,16 +193,11 @@ def base_config(config: SweepConfig) -> "TrainConfig":
     return base
 
 
-<<<<<<< HEAD
 def compat_flag(config: SweepConfig) -> list[str]:
     """Return the option of `pretrain` that a sweep's compat is; none for its default."""
     return [] if config.compat == "corrected" else ["--compat", config.compat]
 
 
-def make_plan(name: str, config: SweepConfig, base: "TrainConfig | None" = None) -> Plan:
-    """Return the plan of a named sweep, with `base` instead of the scale's config; raise InputError if it cannot run."""
-    sweep, scale = SWEEPS.find(name)(), SCALES.find(config.scale)()
-=======
 def make_plan(
     name: str, config: SweepConfig, base: "TrainConfig | None" = None, axes: Axes = MappingProxyType({})
 ) -> Plan:
@@ -215,7 +210,6 @@ def make_plan(
     sweep, scale = varied(SWEEPS.find(name)(), axes), SCALES.find(config.scale)()
     if not sweep.baseline:
         raise InputError("No field is varied: add --vary FIELD VALUE VALUE, such as --vary optim.lr 5e-4 1e-3.")
->>>>>>> 41a0afb (One headline table of evaluate beside untrained and chance; sweeps vary any fields, measure their time and write Markdown and LaTeX)
     base = base or base_config(config)
     for given in [*config.variants, *filter(None, [config.baseline])]:
         if given not in sweep.variants:
@@ -227,6 +221,7 @@ def make_plan(
             with_overrides(base, overrides)
         except InputError as error:
             raise InputError(f"The variant '{variant}' cannot run: {error}") from error
+    parts = ["sweep", name, *short_names(axes).values(), config.scale, *compat_flag(config)[1:]]
     return Plan(
         name,
         config.scale,
@@ -236,11 +231,7 @@ def make_plan(
         base,
         (*scale.evaluate, *_probes(config, scale.evaluate)),
         scale.shown,
-<<<<<<< HEAD
-        config.out or Path("runs") / "-".join(["sweep", name, config.scale, *compat_flag(config)[1:]]),
-=======
-        config.out or Path("runs") / "-".join(["sweep", name, *short_names(axes).values(), config.scale]),
->>>>>>> 41a0afb (One headline table of evaluate beside untrained and chance; sweeps vary any fields, measure their time and write Markdown and LaTeX)
+        config.out or Path("runs") / "-".join(parts),
     )
 
 
