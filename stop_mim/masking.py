@@ -25,7 +25,8 @@ LAYOUT_DRAWS = 4
 TOO_SMALL_BLOCKS, TOO_SMALL_CONTEXTS = 0.10, 0.05
 # A context count is an error if fewer layouts than this fraction can provide it.
 FEASIBLE_LAYOUTS, USUAL_LAYOUTS = 0.05, 0.5
-RELEASE_DRAWS = 100
+# The released code draws masks for the images of one GPU, which are 64, and a context that is too small 20 times.
+RELEASE_IMAGES, RELEASE_DRAWS = 64, 20
 # This many blocks of the published sizes cover the published fraction of the patches in nearly all images.
 BLOCKWISE_DRAWS = 16
 
@@ -175,7 +176,7 @@ class MultiBlockMasks:
         target_tokens: fixed count of patches per target block; by default nine blocks in ten have enough.
         context_tokens: fixed count of patches per context; by default nineteen layouts in twenty leave enough.
         compat: "release" samples as the released I-JEPA and StoP code does, with its defects.
-        min_context: fewest context patches that the release's sampler accepts.
+        min_context: fewest context patches that the release's sampler accepts before it draws again.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class MultiBlockMasks:
         target_tokens: int | None = None,
         context_tokens: int | None = None,
         compat: Literal["release"] | None = None,
-        min_context: int = 10,
+        min_context: int = 11,
     ) -> None:
         self._ranges = (target_scale, target_aspect, context_scale, context_aspect)
         # It checks the values.
@@ -240,7 +241,10 @@ class MultiBlockMasks:
     def sample(
         self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
     ) -> Masks:
-        """Draw masks for a batch; the generator must be on the same device."""
+        """Draw masks for a batch; the generator must be on the same device.
+
+        Those of the release depend on all images of the batch, and should be drawn for `RELEASE_IMAGES`.
+        """
         if self.compat == "release":
             return self._sample_release(batch_size, device, generator)
         targets, context = self._draw_layouts(batch_size, device, generator)
@@ -282,46 +286,52 @@ class MultiBlockMasks:
         return self._tables[device]
 
     def _sample_release(self, batch_size: int, device: torch.device | str, generator: torch.Generator | None) -> Masks:
-        """Sample as the released code: one shape a batch, no last row or column, contexts cut in raster order."""
-        target_scale, target_aspect, context_scale, context_aspect = self._ranges
-        for _ in range(RELEASE_DRAWS):
-            target = self._release_blocks((batch_size, self.n_blocks), target_scale, target_aspect, device, generator)
-            context = self._release_blocks((batch_size, 1), context_scale, context_aspect, device, generator)[:, 0]
-            context &= ~target.any(1)
-            kept = int(context.sum(1).min())
-            if kept >= self.min_context:
-                break
-        else:
-            raise InputError(
-                f"The released sampler finds no layout with {self.min_context} context patches on a grid of "
-                f"{_grid_name(self.grid)} for a batch of {batch_size}: use a smaller batch, or masks.compat None."
-            )
-        first_in_raster_order = context.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-        targets = target.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-        return Masks(first_in_raster_order[:, :kept], targets[..., : int(target[0, 0].sum())])
+        """Sample as the released code: one shape a batch, no last row or column, contexts cut in raster order.
 
-    def _release_blocks(
-        self,
-        count: tuple[int, int],
-        scale: Range,
-        aspect: Range,
-        device: torch.device | str,
-        generator: torch.Generator | None,
-    ) -> Bool[Tensor, "batch blocks patches"]:
+        A context that is too small is drawn again, image by image; after `RELEASE_DRAWS` draws it may cover the last target
+        block, then the last two, and so on.
+        """
+        target_scale, target_aspect, context_scale, context_aspect = self._ranges
+        target_shape = self._release_shape(target_scale, target_aspect, device, generator)
+        context_shape = self._release_shape(context_scale, context_aspect, device, generator)
+        targets = self._release_blocks((batch_size, self.n_blocks), target_shape, device, generator)
+        context = torch.zeros_like(targets[:, 0])
+        for kept_out in range(self.n_blocks, -1, -1):
+            drawn = self._release_blocks((batch_size, RELEASE_DRAWS), context_shape, device, generator)
+            drawn &= ~targets[:, :kept_out].any(1, keepdim=True)
+            first = (drawn.sum(-1) >= self.min_context).int().argmax(1)
+            is_short = context.sum(1, keepdim=True) < self.min_context
+            context = torch.where(is_short, drawn[torch.arange(batch_size), first], context)
+            shortest = int(context.sum(1).min())
+            if shortest >= self.min_context:
+                return Masks(_in_raster_order(context, shortest), _in_raster_order(targets, math.prod(target_shape)))
+        raise InputError(
+            f"The released sampler finds no context of {self.min_context} patches on a grid of {_grid_name(self.grid)}: use "
+            "smaller patches, or masks.compat None."
+        )
+
+    def _release_shape(
+        self, scale: Range, aspect: Range, device: torch.device | str, generator: torch.Generator | None
+    ) -> tuple[int, int]:
+        """Draw height and width of a block from one random number."""
         chance = float(torch.rand((), device=device, generator=generator))
         area = int(math.prod(self.grid) * (scale[0] + chance * (scale[1] - scale[0])))
         ratio = aspect[0] + chance * (aspect[1] - aspect[0])
-        wanted = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        height, width = (max(1, min(side, limit - 1)) for side, limit in zip(wanted, self.grid, strict=True))
+        height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        return max(1, min(height, self.grid[0] - 1)), max(1, min(width, self.grid[1] - 1))
+
+    def _release_blocks(
+        self, count: tuple[int, int], shape: Grid, device: torch.device | str, generator: torch.Generator | None
+    ) -> Bool[Tensor, "batch blocks patches"]:
+        """Place blocks of one shape, never in the last row or column."""
         corners = torch.stack(
             [
                 torch.randint(max(1, limit - side), count, device=device, generator=generator)
-                for side, limit in zip((height, width), self.grid, strict=True)
+                for side, limit in zip(shape, self.grid, strict=True)
             ],
             dim=-1,
         )
-        shapes = torch.tensor([height, width], device=device).expand_as(corners)
-        return _block_masks(corners, shapes, self.grid)
+        return _block_masks(corners, torch.tensor(shape, device=device).expand_as(corners), self.grid)
 
     def __repr__(self) -> str:
         if self.compat == "release":
@@ -396,6 +406,11 @@ def _block_masks(
         for steps in [torch.arange(grid[axis], device=corners.device)]
     ]
     return (inside[0][..., :, None] & inside[1][..., None, :]).flatten(-2)
+
+
+def _in_raster_order(masks: Bool[Tensor, "... patches"], count: int) -> Int[Tensor, "... count"]:
+    """Return the first patches of each mask."""
+    return masks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
 def _grid_name(grid: Grid) -> str:

@@ -1,5 +1,9 @@
 """Masks are judged by their statistics: where blocks fall, how large they are, and that nothing is both."""
 
+import math
+import random
+import statistics
+
 import pytest
 import torch
 
@@ -178,6 +182,33 @@ def test_masks_can_be_cut_into_micro_batches():
     assert torch.equal(part.targets, masks.targets[2:5])
 
 
+def released_shape(grid, scale, aspect, chance):
+    area = int(grid * grid * (scale[0] + chance * (scale[1] - scale[0])))
+    ratio = aspect[0] + chance * (aspect[1] - aspect[0])
+    return [min(round(math.sqrt(side)), grid - 1) for side in (area * ratio, area / ratio)]
+
+
+def released_batch(grid, images, draw, least):
+    """The released sampler image by image, in plain loops: sorted targets and contexts, cut to the shortest."""
+
+    def block(shape):
+        top, left = (draw.randrange(grid - side) for side in shape)
+        return {row * grid + column for row in range(top, top + shape[0]) for column in range(left, left + shape[1])}
+
+    target = released_shape(grid, (0.15, 0.2), (0.75, 1.5), draw.random())
+    whole = released_shape(grid, (0.85, 1.0), (1.0, 1.0), draw.random())
+    contexts, targets = [], []
+    for _ in range(images):
+        blocks, kept, tries = [block(target) for _ in range(4)], set(), 0
+        while len(kept) < least:
+            kept = block(whole).difference(*blocks[: max(4 - tries // 20, 0)])
+            tries += 1
+        contexts.append(sorted(kept))
+        targets.append(blocks)
+    shortest = min(map(len, contexts))
+    return math.prod(target), [kept[:shortest] for kept in contexts]
+
+
 class TestRelease:
     """The released sampler's defects, each beside the corrected behaviour above."""
 
@@ -191,26 +222,41 @@ class TestRelease:
     def test_one_number_drives_scale_and_aspect(self):
         sampler = MultiBlockMasks(14, compat="release")
         shapes = set()
-        for seed in range(300):
+        for seed in range(200):
             height, width = extents(sampler.sample(2, generator=seeded(seed)).targets, 14)
             assert len(height.unique()) == len(width.unique()) == 1
             shapes.add((int(height[0, 0]), int(width[0, 0])))
         assert len(shapes) == 5
 
-    def test_context_is_cut_in_raster_order_and_by_the_batch(self):
-        sampler = MultiBlockMasks(14, compat="release")
-        batches = [sampler.sample(64, generator=seeded(seed)) for seed in range(30)]
-        kept = torch.tensor([float(batch.context.shape[1]) for batch in batches]).mean()
-        assert 48 < kept < 60
-        rows = torch.stack([coverage(batch.context, 196).unflatten(0, (14, 14)).mean(1) for batch in batches]).mean(0)
-        assert rows[0] > 0.6
-        assert rows[12] < 0.08
-        small = MultiBlockMasks(8, compat="release", min_context=1)
-        contexts = [small.sample(512, generator=seeded(seed)).context.shape[1] for seed in range(10)]
-        assert sum(contexts) / 10 < 9
+    @pytest.mark.parametrize("grid", [14, 8])
+    def test_masks_are_distributed_as_in_plain_loops_image_by_image(self, grid):
+        sampler, draw = MultiBlockMasks(grid, compat="release"), random.Random(0)
+        ours = [sampler.sample(64, generator=seeded(seed)) for seed in range(100)]
+        plain = [released_batch(grid, 64, draw, least=11) for _ in range(100)]
+        lengths = [float(masks.context.shape[1]) for masks in ours], [float(len(kept[0])) for _, kept in plain]
+        # Three standard errors; of 1,000 batches, the means on 14x14 are 53.1 and 53.3, on 8x8 13.3 and 13.3.
+        error = 3 * statistics.stdev(lengths[1]) * math.sqrt(2 / 100)
+        assert statistics.mean(lengths[0]) == pytest.approx(statistics.mean(lengths[1]), abs=error)
+        rows = [
+            sum(
+                torch.bincount(torch.as_tensor(kept).flatten() // grid, minlength=grid) / (64 * grid)
+                for kept in contexts
+            )
+            / 100
+            for contexts in ([masks.context for masks in ours], [kept for _, kept in plain])
+        ]
+        torch.testing.assert_close(*rows, atol=0.03, rtol=0)
+        assert rows[0][0] > 5 * rows[0][grid - 2]
+        # Small contexts do not make small targets: their shapes are as drawn.
+        chances = [(step + 0.5) / 1000 for step in range(1000)]
+        drawn = [math.prod(released_shape(grid, (0.15, 0.2), (0.75, 1.5), chance)) for chance in chances]
+        fraction = statistics.mean(area == min(drawn) for area in drawn)
+        assert statistics.mean(masks.targets.shape[2] == min(drawn) for masks in ours) == pytest.approx(
+            fraction, abs=0.15
+        )
 
     def test_a_layout_that_cannot_be_found_ends(self):
-        with pytest.raises(InputError, match="released sampler finds no layout"):
+        with pytest.raises(InputError, match="released sampler finds no context of 60"):
             MultiBlockMasks(8, compat="release", min_context=60).sample(4, generator=seeded())
 
 

@@ -17,7 +17,7 @@ from stop_mim.data.order import Order, ShuffledOrder
 from stop_mim.data.sources import open_source
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
-from stop_mim.masking import Masks, build_masks
+from stop_mim.masking import RELEASE_IMAGES, Masks, build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import require_possible
@@ -92,13 +92,18 @@ class StepInputs:
         """Return the masks of this process's batches of a step.
 
         They are drawn for the images of all processes at once and cut into batches, so that they do not depend on the
-        number of processes.
+        number of processes; masks whose size changes are drawn for as many images as share one size.
         """
         ranks, size = self.ranks, self.per_device
-        generator = seeded_generator(ranks.device, self.config.seed, "masks", step, 0)
-        masks = self.masks.sample(self.config.optim.batch_size, ranks.device, generator)
-        firsts = ((one * ranks.world_size + ranks.rank) * size for one in range(self.batches_per_step))
-        return [masks[first : first + size] for first in firsts]
+        together = self.config.optim.batch_size
+        if not self.masks.has_fixed_counts:
+            together = min(together, RELEASE_IMAGES)
+        firsts = [(one * ranks.world_size + ranks.rank) * size for one in range(self.batches_per_step)]
+        drawn = {}
+        for group in dict.fromkeys(first // together for first in firsts):
+            generator = seeded_generator(ranks.device, self.config.seed, "masks", step, group)
+            drawn[group] = self.masks.sample(together, ranks.device, generator)
+        return [drawn[first // together][first % together : first % together + size] for first in firsts]
 
     def starting_at(self, images: ImageBatches, first_step: int) -> Generator[MaskedBatches, None, None]:
         """Yield the inputs of every step from the first on, made ahead on a GPU."""
@@ -120,7 +125,20 @@ def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
             f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size} "
             f"({per_device} images on each of {ranks.world_size} devices)."
         )
+    if config.masks.compat == "release":
+        per_device = _share_of_released_masks(per_device, total)
     return per_device, total // (per_device * ranks.world_size)
+
+
+def _share_of_released_masks(per_device: int, total: int) -> int:
+    """Return the images per batch on one device, of which no batch may have masks of two sizes."""
+    together = min(total, RELEASE_IMAGES)
+    if total % together or (per_device % together and together % per_device):
+        raise InputError(
+            f"optim.batch_size is {total} with {per_device} images on a device: masks.compat release draws masks for "
+            f"{together} images; give a multiple of {together}, or a divisor of it for the device."
+        )
+    return min(per_device, together)
 
 
 def workers_for(speed: SpeedConfig, ranks: Ranks) -> int:

@@ -1,6 +1,7 @@
 """The inputs of a step are a function of its number; the processes of a host share its cores for decoding."""
 
 import os
+import statistics
 from dataclasses import replace
 from itertools import islice
 
@@ -9,7 +10,7 @@ import torch
 from tiny_run import CPU, tiny_config
 
 from stop_mim.errors import InputError
-from stop_mim.training.config import MaskConfig, SpeedConfig, TrainConfig
+from stop_mim.training.config import EncoderConfig, MaskConfig, OptimConfig, SpeedConfig, TrainConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, split_batch, workers_for
 
@@ -67,6 +68,41 @@ def whole_step(step, processes, per_device):
 @pytest.mark.parametrize(("processes", "per_device"), [(1, 2), (2, 2), (4, 2)])
 def test_images_and_masks_of_a_step_do_not_depend_on_the_processes(processes, per_device):
     assert all(are_equal(whole_step(9, 1, 8), whole_step(9, processes, per_device)))
+
+
+def test_released_masks_are_of_64_images_whatever_the_batch_per_device():
+    """Cut to the shortest of 64 images, 52 of 82 context patches are left on 14x14; of 2048, 28."""
+
+    def steps(processes, per_device):
+        config = replace(
+            TrainConfig(masks=MaskConfig(compat="release"), encoder=EncoderConfig(width=32, depth=1, heads=2)),
+            optim=OptimConfig(batch_size=512),
+            speed=SpeedConfig(batch_size_per_device=per_device),
+        )
+        inputs = [StepInputs(config, Ranks(rank, processes, processes, CPU)) for rank in range(processes)]
+        assert {(one.per_device, one.batches_per_step * processes) for one in inputs} == {(64, 8)}
+        return [masks for together in zip(*(one.draw_masks(3) for one in inputs), strict=True) for masks in together]
+
+    alone, shared = steps(1, 512), steps(2, 128)
+    assert statistics.mean(masks.context.shape[1] for masks in alone) == pytest.approx(53, abs=5)
+    assert all(are_equal((a.context, a.targets), (b.context, b.targets)) for a, b in zip(alone, shared, strict=True))
+    assert len({masks.targets.shape[2] for masks in alone}) > 1
+
+
+def test_devices_share_the_released_masks_of_64_images():
+    config = replace(
+        tiny_config(), masks=MaskConfig(compat="release"), encoder=EncoderConfig(width=32, depth=1, heads=2)
+    )
+    config = replace(config, optim=replace(config.optim, batch_size=64), speed=SpeedConfig(batch_size_per_device=16))
+    whole, *parts = (
+        torch.cat([masks.context for masks in StepInputs(config, ranks).draw_masks(0)])
+        for ranks in (Ranks(0, 1, 1, CPU), Ranks(0, 2, 2, CPU), Ranks(1, 2, 2, CPU))
+    )
+    assert sorted(torch.cat(parts).tolist()) == sorted(whole.tolist())
+    for total, per_device in ((96, 16), (192, 48)):
+        split = replace(config, speed=SpeedConfig(batch_size_per_device=per_device))
+        with pytest.raises(InputError, match=f"optim.batch_size is {total} with {per_device} .*masks for 64"):
+            split_batch(replace(split, optim=replace(config.optim, batch_size=total)), Ranks(0, 2, 2, CPU))
 
 
 @pytest.mark.parametrize(("cores", "processes", "expected"), [(4, 1, 4), (4, 2, 2), (2, 4, 1), (64, 1, None)])
