@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stop_mim.exchange.loading import load_encoder
+    from stop_mim.library import evaluate, train
     from stop_mim.masking import BlockwiseMasks, Masks, MultiBlockMasks, RandomMasks
     from stop_mim.models.data2vec import Data2Vec
     from stop_mim.models.encoder import Encoder, create_encoder, save_encoder
@@ -43,8 +44,10 @@ __all__ = [
     "StochasticPositions",
     "context_projection",
     "create_encoder",
+    "evaluate",
     "load_encoder",
     "save_encoder",
+    "train",
 ]
 
 _HOMES = {
@@ -63,6 +66,7 @@ _HOMES = {
     "stop_mim.models.predictor": ("Predictor", "context_projection"),
     "stop_mim.models.ijepa": ("IJEPA",),
     "stop_mim.exchange.loading": ("load_encoder",),
+    "stop_mim.library": ("evaluate", "train"),
 }
 
 

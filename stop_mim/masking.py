@@ -37,12 +37,14 @@ class Masks:
 
     context: Int[Tensor, "batch n_context"]
     targets: Int[Tensor, "batch n_blocks n_target"]
+    grid: Grid | None = None
+    """The grid that the indices are of, where it is known."""
 
     def __len__(self) -> int:
         return len(self.context)
 
     def __getitem__(self, images: slice) -> "Masks":
-        return Masks(self.context[images], self.targets[images])
+        return Masks(self.context[images], self.targets[images], self.grid)
 
 
 @runtime_checkable
@@ -122,7 +124,7 @@ class RandomMasks:
         """Draw masks for a batch; the generator must be on the same device."""
         order = self._scores(batch_size, device, generator).argsort(dim=1)
         context, target = order.split([self.context_tokens, self.target_tokens], dim=1)
-        return Masks(context.sort(dim=1).values, target.sort(dim=1).values[:, None])
+        return Masks(context.sort(dim=1).values, target.sort(dim=1).values[:, None], self.grid)
 
     def _scores(
         self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
@@ -258,7 +260,7 @@ class MultiBlockMasks:
         best = scores.topk(self.context_tokens, dim=-1)
         # If even these are too few, a context patch is used twice: a target must never be context.
         context_indices = torch.where(best.values < 1, best.indices[:, :1], best.indices)
-        return Masks(context_indices.sort(dim=-1).values, chosen.sort(dim=-1).values)
+        return Masks(context_indices.sort(dim=-1).values, chosen.sort(dim=-1).values, self.grid)
 
     def _draw_layouts(
         self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
@@ -304,7 +306,8 @@ class MultiBlockMasks:
             context = torch.where(is_short, drawn[torch.arange(batch_size), first], context)
             shortest = int(context.sum(1).min())
             if shortest >= self.min_context:
-                return Masks(_in_raster_order(context, shortest), _in_raster_order(targets, math.prod(target_shape)))
+                kept = math.prod(target_shape)
+                return Masks(_in_raster_order(context, shortest), _in_raster_order(targets, kept), self.grid)
         raise InputError(
             f"The released sampler finds no context of {self.min_context} patches on a grid of {_grid_name(self.grid)}: use "
             "smaller patches, or masks.compat None."

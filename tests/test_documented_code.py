@@ -5,11 +5,22 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
-from stop_mim import SinCosPositions, StochasticPositions, create_encoder, save_encoder
+from stop_mim import (
+    SinCosPositions,
+    StochasticPositions,
+    create_encoder,
+    evaluate,
+    load_encoder,
+    save_encoder,
+    train,
+)
+from stop_mim.errors import InputError
 from stop_mim.positions import COVARIANCES
 from stop_mim.registry import load_plugins
 
@@ -70,6 +81,36 @@ class Model(nn.Module):
     assert model.decoder_embed.weight.grad.any()
     model.eval()
     assert torch.equal(model(*inputs)[1], model(*inputs)[1])
+
+
+def test_the_functions_of_the_library(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draws = np.random.default_rng(0)
+    for number in range(24):
+        folder = tmp_path / "labelled-photos" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(draws.integers(0, 255, (40, 50, 3), dtype=np.uint8))
+        image.save(folder / f"{number}.png")
+    (tmp_path / "photos").symlink_to(tmp_path / "labelled-photos" / "a")
+    options = {
+        **{"encoder.image_size": (32, 32), "encoder.width": 24, "encoder.depth": 1, "encoder.heads": 2},
+        **{"predictor.width": 16, "predictor.depth": 1, "optim.batch_size": 8, "optim.epochs": 1},
+        **{"optim.warmup_epochs": 0, "speed.device": "cpu"},
+    }
+    page = code("docs/guides/library.md", "from stop_mim import evaluate")
+    page = page.replace('{"optim.epochs": 50}', "options").replace(
+        '"labelled-photos"', '"labelled-photos", options=cpu'
+    )
+    names = {"image": image, "options": options, "cpu": {"speed.device": "cpu"}}
+    exec(page, names)
+    assert names["result"].finished
+    assert names["features"].shape == (1, 24)
+    again = load_encoder(str(tmp_path / "photos.safetensors"))
+    assert torch.equal(again.embed(again.transform(image)[None]), names["features"])
+    with pytest.raises(InputError, match=r"no field 'optim\.epoch'"):
+        train("demo", options={"optim.epoch": 3})
+    with pytest.raises(InputError, match="data is not given"):
+        evaluate("runs/photos", task="knn")
 
 
 def test_the_training_loop_trains():

@@ -29,6 +29,7 @@ from stop_mim.models.encoder import (
     shell,
 )
 from stop_mim.models.hub_encoder import HubEncoder
+from stop_mim.models.preprocessing import Preprocessing
 
 CONFIG_FILE, WEIGHTS_FILE, PREPROCESSOR_FILE = "config.json", "model.safetensors", "preprocessor_config.json"
 # A file of weights does not store the number of heads: it follows from the width.
@@ -171,7 +172,9 @@ def read_timm_folder(folder: Path) -> Encoder:
     if not isinstance(vit, VisionTransformer):
         raise InputError(f"{folder} holds a {type(vit).__name__}: choose a plain Vision Transformer.")
     tensors = {name: tensor for name, tensor in tensors.items() if name not in CLASSIFIER}
-    return fill_encoder(vit, tensors, str(file), vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
+    encoder = fill_encoder(vit, tensors, str(file), vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
+    encoder.preprocessing = Preprocessing.of_timm(vit.pretrained_cfg)
+    return encoder
 
 
 def read_hub_folder(folder: Path) -> Encoder:
@@ -179,15 +182,18 @@ def read_hub_folder(folder: Path) -> Encoder:
     tensors, _ = read_safetensors(_weights_file(folder))
     values = _read_json(folder / PREPROCESSOR_FILE)
     mean, std = values.get("image_mean") or IMAGENET_MEAN, values.get("image_std") or IMAGENET_STD
-    return encoder_from_hub_names(tensors, read_config(folder), str(folder), mean, std)
+    encoder = encoder_from_hub_names(tensors, read_config(folder), str(folder), mean, std)
+    encoder.preprocessing = Preprocessing.of_hub(values) if values else encoder.preprocessing
+    return encoder
 
 
 def from_hub(hub: HubEncoder) -> Encoder:
     """Convert a Hugging Face model to a timm model, which can be fine-tuned, trained further and exported."""
     config = hub.model.config.to_dict()
-    return encoder_from_hub_names(
-        hub.model.state_dict(), config, f"The {config['model_type']} model", hub.mean, hub.std
-    )
+    origin = f"The {config['model_type']} model"
+    encoder = encoder_from_hub_names(hub.model.state_dict(), config, origin, hub.mean, hub.std)
+    encoder.preprocessing = hub.preprocessing
+    return encoder
 
 
 def is_convertible(config: Mapping[str, Any]) -> bool:

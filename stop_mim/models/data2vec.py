@@ -84,6 +84,7 @@ class Data2Vec(TargetObjective):
 
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
         """Return the loss of a batch: smooth-L1 between the student's and the teacher's features."""
+        self.require_fit(images, masks)
         predicted, target = self.predict(images, masks, noise), self.target_features(images, masks)
         return F.smooth_l1_loss(predicted.float(), target.float(), beta=self.beta)
 
@@ -92,7 +93,7 @@ class Data2Vec(TargetObjective):
         masked = masks.targets.flatten(1)
         visible = gather_patches(cut_patches(images, self.encoder.patch_size), masks.context)
         tokens = self.masked_input(visible, masks.context, masked, noise)
-        return self.head(self.encoder.transform(self.encoder.vit.norm_pre(tokens))[:, -masked.shape[1] :])
+        return self.head(self.encoder.transform_tokens(self.encoder.vit.norm_pre(tokens))[:, -masked.shape[1] :])
 
     @torch.no_grad()
     def target_features(self, images: Images, masks: Masks) -> Features:

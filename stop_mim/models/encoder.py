@@ -5,7 +5,7 @@ Its weights have timm's names, so that timm loads what is trained here.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from stop_mim.models.config import EncoderSize, Initialisation
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.models.kernels.short_attention import ShortAttention
 from stop_mim.models.layers import initialise_transformer, patch_grid, require_layers, run_layer
+from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
 from stop_mim.positions import Grid, SinCosPositions
 
 ENCODER_FILE = "encoder.safetensors"
@@ -81,12 +82,13 @@ class Encoder(nn.Module):
         self.grid: Grid = tuple(vit.patch_embed.grid_size)
         self.patch_size: tuple[int, int] = tuple(vit.patch_embed.patch_size)
         self.image_size = (self.grid[0] * self.patch_size[0], self.grid[1] * self.patch_size[1])
+        self.preprocessing = STANDARD
 
     def forward(
         self, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"] | None = None
     ) -> Float[Tensor, "batch n_patches dim"]:
         """Return normed tokens of all patches, or see and return only those with these row-major indices."""
-        return self.transform(self.embed_patches(images, indices))[:, self.vit.num_prefix_tokens :]
+        return self.transform_tokens(self.embed_patches(images, indices))[:, self.vit.num_prefix_tokens :]
 
     def embed(
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
@@ -121,7 +123,7 @@ class Encoder(nn.Module):
         embedded = F.linear(patches, projection.weight.flatten(1), projection.bias)
         return vit.norm_pre(vit.pos_drop(vit.patch_embed.norm(embedded) + positions))
 
-    def transform(self, tokens: Float[Tensor, "batch n_tokens dim"]) -> Float[Tensor, "batch n_tokens dim"]:
+    def transform_tokens(self, tokens: Float[Tensor, "batch n_tokens dim"]) -> Float[Tensor, "batch n_tokens dim"]:
         """Return the tokens after all layers and the last norm."""
         for block in self.vit.blocks:
             tokens = run_layer(block, tokens, self.recompute)
@@ -133,6 +135,11 @@ class Encoder(nn.Module):
         if grid == self.grid:
             return positions
         return resample_abs_pos_embed(positions, list(grid), list(self.grid), num_prefix_tokens=0)
+
+    @property
+    def transform(self) -> Callable[[Any], Tensor]:
+        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
+        return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
 
     def grid_of(self, images: Float[Tensor, "batch 3 height width"]) -> Grid:
         """Return rows and columns of patches of images of this size."""
@@ -286,7 +293,11 @@ def encoder_metadata(encoder: Encoder) -> dict[str, str]:
         "mean": json.dumps(encoder.mean),
         "std": json.dumps(encoder.std),
     }
-    return metadata if encoder.norm_eps == NORM_EPS else {**metadata, "norm_eps": json.dumps(encoder.norm_eps)}
+    if encoder.norm_eps != NORM_EPS:
+        metadata["norm_eps"] = json.dumps(encoder.norm_eps)
+    if encoder.preprocessing != STANDARD:
+        metadata["preprocessing"] = json.dumps(encoder.preprocessing._asdict())
+    return metadata
 
 
 def peculiarity(block: Any) -> str | None:
@@ -300,11 +311,11 @@ def peculiarity(block: Any) -> str | None:
     )
 
 
-def save_encoder(encoder: Encoder, path: Path) -> None:
+def save_encoder(encoder: Encoder, path: str | Path) -> None:
     """Save an encoder as safetensors, with timm's names, and how to build the model in the metadata."""
     metadata = encoder_metadata(encoder)
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.vit.state_dict().items()}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
+    write_atomically(Path(path), lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> Encoder:
@@ -314,12 +325,15 @@ def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file:
         require_depth(values["architecture"]["depth"], tensors, str(file))
         vit = shell(values["architecture"], values.get("norm_eps", NORM_EPS))
         mean, std = values["mean"], values["std"]
+        preprocessing = Preprocessing(**values.get("preprocessing", {}))
     except InputError:
         raise
     # timm raises all kinds of errors for arguments that it does not know.
     except Exception as error:
         raise InputError(f"{file} has an architecture that cannot be built ({error}): save it again.") from error
-    return fill_encoder(vit, tensors, str(file), mean, std)
+    encoder = fill_encoder(vit, tensors, str(file), mean, std)
+    encoder.preprocessing = preprocessing
+    return encoder
 
 
 def _size(tensor: Tensor) -> str:
@@ -349,4 +363,6 @@ def load_timm_encoder(name: str, pretrained: bool = True) -> Encoder:
         ) from error
     if not isinstance(model, VisionTransformer):
         raise InputError(f"timm's '{name}' is not a plain Vision Transformer: choose one of timm's vit_* models.")
-    return Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).eval()
+    encoder = Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).eval()
+    encoder.preprocessing = Preprocessing.of_timm(model.pretrained_cfg)
+    return encoder

@@ -1,6 +1,7 @@
 """Vision Transformers of the Hugging Face hub with the interface of our encoder, for evaluation."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.models.layers import patch_grid, require_layers
+from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
 from stop_mim.positions import Grid
 
 KNOWN = "ViT, DeiT, DINOv2, I-JEPA and MAE"
@@ -18,10 +20,16 @@ KNOWN = "ViT, DeiT, DINOv2, I-JEPA and MAE"
 class HubEncoder(nn.Module):
     """A transformers model; a call returns normed patch tokens."""
 
-    def __init__(self, model: Any, mean: ChannelValues = IMAGENET_MEAN, std: ChannelValues = IMAGENET_STD) -> None:
+    def __init__(
+        self,
+        model: Any,
+        mean: ChannelValues = IMAGENET_MEAN,
+        std: ChannelValues = IMAGENET_STD,
+        preprocessing: Preprocessing = STANDARD,
+    ) -> None:
         super().__init__()
         self.model: Any = model
-        self.mean, self.std = mean, std
+        self.mean, self.std, self.preprocessing = mean, std, preprocessing
         config = model.config
         self.dim: int = config.hidden_size
         self.depth: int = config.num_hidden_layers
@@ -29,6 +37,11 @@ class HubEncoder(nn.Module):
         sides = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
         self.grid: Grid = (sides[0] // config.patch_size, sides[1] // config.patch_size)
         self.image_size = (self.grid[0] * self.patch_size[0], self.grid[1] * self.patch_size[1])
+
+    @property
+    def transform(self) -> Callable[[Any], Tensor]:
+        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size."""
+        return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch n_patches dim"]:
         """Return normed tokens of all patches."""
@@ -91,15 +104,15 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
         raise InputError(
             f"hf:{name} is a '{config.model_type}', not a plain Vision Transformer: choose {KNOWN} models."
         )
-    return HubEncoder(model, *_normalisation(name)).eval()
+    return HubEncoder(model, *_preprocessing(name)).eval()
 
 
-def _normalisation(name: str) -> tuple[ChannelValues, ChannelValues]:
+def _preprocessing(name: str) -> tuple[ChannelValues, ChannelValues, Preprocessing]:
     from transformers.image_processing_base import ImageProcessingMixin
 
     try:
         values, _ = ImageProcessingMixin.get_image_processor_dict(name)
         mean, std = values["image_mean"], values["image_std"]
     except (OSError, KeyError):
-        return IMAGENET_MEAN, IMAGENET_STD
-    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
+        return IMAGENET_MEAN, IMAGENET_STD, STANDARD
+    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2]), Preprocessing.of_hub(values)

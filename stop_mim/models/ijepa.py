@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
@@ -52,6 +53,17 @@ class IJEPA(TargetObjective):
         l1_strength: float = 0.0,
     ) -> None:
         super().__init__(encoder, target_layers, beta)
+        if predictor.projection.in_features != encoder.dim:
+            raise InputError(
+                f"The predictor's projection takes {predictor.projection.in_features} features and the encoder has "
+                f"{encoder.dim}: make it with context_projection(encoder.dim, width)."
+            )
+        outputs = encoder.dim if target_resolution == "full" else 2 * encoder.dim
+        if predictor.head.out_features != outputs:
+            raise InputError(
+                f"The predictor has {predictor.head.out_features} outputs and its targets {outputs} features: create it with "
+                f"outputs={outputs}."
+            )
         self.predictor, self.target_resolution, self.l1_strength = predictor, target_resolution, l1_strength
         # How tokens of some patches are computed by the target encoder: `use_fast_kernels` sets a faster function.
         self.tokens_at: Callable[[Encoder, Images, Int[Tensor, "batch n"]], Float[Tensor, "batch n dim"]] = tokens_at
@@ -63,6 +75,7 @@ class IJEPA(TargetObjective):
 
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
         """Return the loss of a batch: smooth-L1 between predicted and target features."""
+        self.require_fit(images, masks)
         predicted, target = self.predict(images, masks, noise), self.target_features(images, masks)
         loss = F.smooth_l1_loss(predicted.float(), target.float(), beta=self.beta)
         return loss + self.l1_strength * self.predictor.projection.weight.abs().mean() if self.l1_strength else loss

@@ -50,12 +50,13 @@ class MAE(Objective):
 
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
         """Return the loss of a batch: the mean squared error over all pixels of the masked patches."""
+        self.require_fit(images, masks)
         predicted, target = self.predict(images, masks, noise), self.target_pixels(images, masks)
         return F.mse_loss(predicted.float(), target.float())
 
     def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Pixels:
         """Return the pixels of the masked patches as predicted from the context."""
-        context = self.encoder.transform(self.encoder.embed_patches(images, masks.context))
+        context = self.encoder.transform_tokens(self.encoder.embed_patches(images, masks.context))
         return self.decoder(context, masks.context, masks.targets, noise)
 
     @torch.no_grad()

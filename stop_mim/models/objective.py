@@ -44,6 +44,34 @@ class Objective(nn.Module, ABC):
         """The positions of masked tokens."""
         return self.masked_tokens.positions
 
+    def require_fit(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> None:
+        """Raise InputError unless images, masks and positions have the encoder's grid; it never waits for a GPU."""
+        if torch.compiler.is_compiling():
+            return
+        grid, (height, width) = self.encoder.grid, self.encoder.patch_size
+        rows, columns = grid
+        if self.encoder.grid_of(images) != grid:
+            given, wanted = tuple(images.shape[-2:]), (rows * height, columns * width)
+            raise InputError(
+                f"The images have {given[0]}x{given[1]} pixels and the encoder was made for {wanted[0]}x{wanted[1]}: resize "
+                f"the images, or create the encoder with image_size={given}."
+            )
+        for name, other in (("positions", self.positions.grid), ("masks", masks.grid or grid)):
+            if other != grid:
+                raise InputError(
+                    f"The {name} are for {other[0]}x{other[1]} patches and the encoder has {rows}x{columns}: make them with "
+                    "encoder.grid."
+                )
+        if len(masks) != len(images):
+            raise InputError(f"There are {len(images)} images and masks for {len(masks)}: sample masks for all images.")
+        is_checked = masks.grid is not None or masks.targets.is_cuda
+        largest = 0 if is_checked else int(max(masks.context.max(), masks.targets.max()))
+        if largest >= rows * columns:
+            raise InputError(
+                f"The masks have patch {largest} and the images only {rows}x{columns} patches, the first of which is 0: "
+                "make the masks with encoder.grid."
+            )
+
     def draw_noise(self, masks: Masks, generator: torch.Generator | None = None) -> Noise:
         """Draw the noise of the positions for a batch: the only random numbers of a training step."""
         return Noise(

@@ -158,20 +158,18 @@ def _joined(variant: str, name: str, value: Any) -> str:
     return "-".join(filter(None, [variant, name, re.sub(r"[^\w.+]+", "-", text).strip("-")]))
 
 
-def with_overrides(config: Config, overrides: Overrides) -> Config:
-    """Return a config with fields replaced, each named by its path, such as positions.sigma."""
-    for path, value in overrides.items():
-        config = _replaced(config, path, path.split("."), value)
-    return config
-
-
-def _replaced(config: Any, path: str, names: list[str], value: Any) -> Any:
+def with_overrides(config: Config, overrides: Overrides, group: str = "") -> Config:
+    """Return a config with fields replaced, each named by its path, such as positions.sigma; those of a group at once."""
     fields = {one.name for one in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
-    if names[0] not in fields:
-        raise InputError(f"There is no field '{path}': 'stop-mim pretrain RECIPE --help' lists all fields.")
-    if len(names) > 1:
-        value = _replaced(getattr(config, names[0]), path, names[1:], value)
-    return dataclasses.replace(config, **{names[0]: value})
+    values: dict[str, Any] = {}
+    for path, value in overrides.items():
+        name, _, rest = path.partition(".")
+        if name not in fields:
+            raise InputError(f"There is no field '{group}{path}': 'stop-mim pretrain RECIPE --help' lists all fields.")
+        values[name] = {**values.get(name, {}), rest: value} if rest else value
+    groups = {path.partition(".")[0] for path in overrides if "." in path}
+    values |= {name: with_overrides(getattr(config, name), values[name], f"{group}{name}.") for name in groups}
+    return dataclasses.replace(config, **values)  # type: ignore[type-var]
 
 
 def changes(config: Any, default: Any, prefix: str = "") -> dict[str, Any]:

@@ -130,7 +130,8 @@ class CapturedStep:
 
     def _capture(self, batches: MaskedBatches) -> tuple[torch.cuda.CUDAGraph, Outcome] | None:
         self._inputs = [
-            (images.clone(), Masks(masks.context.clone(), masks.targets.clone())) for images, masks in batches
+            (images.clone(), Masks(masks.context.clone(), masks.targets.clone(), masks.grid))
+            for images, masks in batches
         ]
         self._step.optimiser.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()

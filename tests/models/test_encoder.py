@@ -2,8 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import center_crop, normalize, resize, to_tensor
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
@@ -18,6 +22,7 @@ from stop_mim.models.encoder import (
     save_encoder,
 )
 from stop_mim.models.predictor import Predictor, context_projection
+from stop_mim.models.preprocessing import Preprocessing
 from stop_mim.positions import SinCosPositions
 
 SMALL = Dimensions(width=48, depth=3, heads=3)
@@ -166,3 +171,22 @@ def test_the_mlp_ratio_gives_any_hidden_width():
     for hidden, width in [(120, 88), (6144, 1408), (3072, 768), (392, 88)]:
         assert int(width * mlp_ratio(hidden, width)) == hidden
     assert mlp_ratio(3072, 768) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("preprocessing", "resized"),
+    [
+        (Preprocessing(), 32),
+        (Preprocessing("bilinear", 0.875), 36),
+        (Preprocessing("bicubic", 1.0, "squash"), [32, 32]),
+    ],
+)
+def test_the_transform_is_torchvisions_and_stays_with_the_file(encoder, tmp_path, preprocessing, resized):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 90, 3), dtype=np.uint8))
+    encoder.preprocessing = preprocessing
+    save_encoder(encoder, str(tmp_path / "encoder.safetensors"))
+    again = load_encoder(tmp_path / "encoder.safetensors")
+    assert again.transform(image).shape == (3, 32, 48)
+    again.image_size = (32, 32)
+    cut = center_crop(resize(image, resized, InterpolationMode(preprocessing.interpolation)), [32, 32])
+    torch.testing.assert_close(again.transform(image), normalize(to_tensor(cut), encoder.mean, encoder.std))

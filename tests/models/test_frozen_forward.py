@@ -100,7 +100,8 @@ def test_encoders_with_anything_else_are_refused(options):
 def make_objective(**options):
     torch.manual_seed(0)
     encoder = make_encoder().requires_grad_(True)
-    predictor = Predictor(context_projection(48, 24), SinCosPositions(encoder.grid, 24), depth=1, heads=2)
+    positions, outputs = SinCosPositions(encoder.grid, 24), 96 if "target_resolution" in options else 48
+    predictor = Predictor(context_projection(48, 24), positions, depth=1, heads=2, outputs=outputs)
     return IJEPA(encoder, predictor, **options)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from stop_mim.errors import InputError
 from stop_mim.masking import MultiBlockMasks
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.models.ijepa import IJEPA, lower_resolution
@@ -100,3 +101,13 @@ def test_l1_is_the_mean_entry_of_a_so_that_strengths_transfer_between_widths(bat
     torch.testing.assert_close(added, 10 * weight.abs().sum() / (24 * 48))
     # E|a| of a normal distribution of std 0.02 that is cut far outside, at any width.
     assert added.item() / 10 == pytest.approx(0.02 * math.sqrt(2 / math.pi), rel=0.05)
+
+
+def test_a_predictor_of_another_encoder_is_refused():
+    encoder, projection = create_encoder(Dimensions(48, 1, 3), 32, 8), context_projection(64, 24)
+    predictor = Predictor(projection, SinCosPositions(encoder.grid, 24), depth=1, heads=2)
+    with pytest.raises(InputError, match="takes 64 features and the encoder has 48"):
+        IJEPA(encoder, predictor)
+    predictor = Predictor(context_projection(48, 24), SinCosPositions(encoder.grid, 24), depth=1, heads=2, outputs=96)
+    with pytest.raises(InputError, match="has 96 outputs and its targets 48 features"):
+        IJEPA(encoder, predictor)

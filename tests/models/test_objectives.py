@@ -10,7 +10,7 @@ from timm.layers import Attention
 from torch import nn
 
 from stop_mim.errors import InputError
-from stop_mim.masking import build_masks
+from stop_mim.masking import Masks, build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.models.encoder import save_encoder
 from stop_mim.models.kernels.fast import use_fast_kernels
@@ -214,3 +214,27 @@ def test_other_devices_and_precisions_keep_timms_attention(precision, device):
 def test_what_cannot_be_built_is_named(change, words):
     with pytest.raises(InputError, match=words):
         build_objective(replace(BASE, **change))
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model, images, masks: (F.pad(images, (0, 16)), masks), "images have 32x64 .* made for 32x48"),
+        (lambda model, images, masks: (images[:, :, :-1], masks), "31x48 pixels cannot be cut"),
+        (lambda model, images, masks: (images, replace(masks, grid=(8, 8))), "masks are for 8x8 .* encoder has 4x6"),
+        (lambda model, images, masks: (images[:3], masks), "3 images and masks for 4"),
+        (
+            lambda model, images, masks: (images, Masks(masks.context + 20, masks.targets)),
+            r"masks have patch \d+ and the images only 4x6",
+        ),
+        (
+            lambda model, images, masks: (setattr(model.positions, "grid", (6, 4)), (images, masks))[1],
+            "positions are for 6x4 patches and the encoder has 4x6",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_named(kind, change, words):
+    model = make(kind)
+    with pytest.raises(InputError, match=words):
+        model(*change(model, *make_batch(kind)))
