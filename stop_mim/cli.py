@@ -8,7 +8,6 @@ import difflib
 import errno
 import functools
 import inspect
-import itertools
 import operator
 import os
 import pkgutil
@@ -29,9 +28,9 @@ from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 import stop_mim
 from stop_mim.errors import InputError, TrainingDiverged
-from stop_mim.parsing import imported, one_of, parse, refuse_unknown
+from stop_mim.parsing import given_options, imported, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins
-from stop_mim.training.compat import Compat
+from stop_mim.training.compat import Compat, with_compat
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import TrainResult
@@ -42,8 +41,9 @@ HELP = ("-h", "--help")
 FORMATS = ("timm", "hf", "onnx", "export")
 
 COMMANDS: Registry[Any] = Registry("command")
+CONFIG_FILES = (".json", ".yaml", ".yml")
 GIVEN: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
-"""The arguments of the command line: the defaults of a recipe's options depend on --compat."""
+"""The arguments of the command line: the defaults of some options depend on others."""
 
 TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
 EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
@@ -67,21 +67,37 @@ REMEDIES = {
 
 
 def _recipes(kind: Callable[..., Any]) -> Any:
-    """Return a subcommand for each recipe, with the recipe's values as defaults."""
+    """Return a subcommand for each recipe and for the config file that is given, with their values as defaults.
+
+    Where --optim.epochs is given, the defaults of what is counted in epochs follow it.
+    """
+    from stop_mim.training.derived import following
     from stop_mim.training.recipes import RECIPES, find_recipe, summary
 
-    def options(name: str) -> Any:
-        compat = _asked_compat() if name in GIVEN.get()[1:2] else "corrected"
-        return kind(name, find_recipe(name, compat), compat=compat)
+    given, asked = given_options(GIVEN.get()), GIVEN.get()[1:2]
 
-    return one_of({name: (options(name), summary(name)) for name in RECIPES})
+    def options(name: str) -> Any:
+        compat = _asked_compat() if name in asked else "corrected"
+        return kind(name, following(find_recipe(name, compat), given), compat=compat)
+
+    found = {name: (options(name), summary(name)) for name in RECIPES}
+    for name in filter(_is_config_file, asked):
+        from stop_mim.training.config_file import read_config, run_name
+
+        path = Path(name).expanduser()
+        config = following(with_compat(read_config(path), _asked_compat()), given)
+        found[name] = (kind(run_name(path), config), f"The configuration in {name}.")
+    return one_of(found)
+
+
+def _is_config_file(name: str) -> bool:
+    return Path(name).suffix in CONFIG_FILES
 
 
 def _asked_compat() -> Compat:
     """Return the value of --compat; what is not a value of it is refused when tyro reads the option."""
-    words = [word for argument in GIVEN.get() for word in argument.split("=", 1)]
-    asked = [after for before, after in itertools.pairwise(words) if before == "--compat"]
-    return next((compat for compat in get_args(Compat) if compat in asked[-1:]), "corrected")
+    asked = given_options(GIVEN.get()).get("compat")
+    return next((compat for compat in get_args(Compat) if compat == asked), "corrected")
 
 
 def _sweeps() -> Any:
@@ -131,8 +147,9 @@ class Pretrain:
     """Train an encoder on your images.
 
     stop-mim pretrain RECIPE --data NAME [--compat release] [--init FILE] [--GROUP.FIELD VALUE …]
+    stop-mim pretrain --config RUN/config.json [--GROUP.FIELD VALUE …]
 
-    `stop-mim pretrain RECIPE --help` lists all options.
+    `stop-mim pretrain RECIPE --help` lists all options. A config file is JSON or YAML.
     """
 
     run: Annotated[Any, arg(constructor_factory=lambda: _recipes(PretrainOptions), name="")]
@@ -213,10 +230,10 @@ class Sweep:
 
     def __call__(self, overrides: Sequence[str] = ()) -> None:
         from stop_mim.sweeps.plan import base_config
+        from stop_mim.training.derived import following
 
-        base, unknown = parse(
-            pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=base_config(self.run.config), prog="stop-mim sweep"
-        )
+        default = following(base_config(self.run.config), given_options(overrides))
+        base, unknown = parse(pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=default, prog="stop-mim sweep")
         refuse_unknown(unknown, self, base)
         axes = self._axes(base)
         from stop_mim.sweeps.run import run_sweep
@@ -369,7 +386,7 @@ def _run(given: list[str]) -> None:
         _print(f"stop-mim {stop_mim.__version__}")
         return
     load_plugins()
-    given = given or ["--help"]
+    given = _config_first(given) or ["--help"]
     GIVEN.set(given)
     if given[:1] == ["sweep"] and given[1:2] == ["--vary"]:
         given.insert(1, "vary")
@@ -386,9 +403,20 @@ def _run(given: list[str]) -> None:
         command()
 
 
+def _config_first(given: list[str]) -> list[str]:
+    """Return the arguments with the file of --config in the place of the recipe's name."""
+    command, option, *rest = [*given, "", ""]
+    if command not in ("pretrain", "bench") or option.partition("=")[0] != "--config":
+        return given
+    file, *others = [option.partition("=")[2], *rest] if "=" in option else rest
+    if not _is_config_file(file):
+        raise InputError(f"--config is '{file}': give a file such as RUN/config.json, or one that ends in .yaml.")
+    return [command, file, *others[:-2]]
+
+
 def _check_name(command: str, name: str = "") -> None:
     """Raise InputError unless a command that needs the name of a recipe or sweep is followed by one, or by --help."""
-    if command not in NAMED or name in HELP:
+    if command not in NAMED or name in HELP or (command != "sweep" and _is_config_file(name)):
         return
     registry: Registry[Any] = pkgutil.resolve_name(NAMED[command])
     if not name or name.startswith("-"):

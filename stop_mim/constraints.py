@@ -185,5 +185,7 @@ def _is_optional(kind: Any) -> bool:
 
 def _choices(kind: Any) -> list[object]:
     plain = _plain(kind)
-    literals = [part for part in (plain, *typing.get_args(plain)) if typing.get_origin(part) is Literal]
+    # The elements of a tuple are checked by whoever reads them.
+    parts = () if typing.get_origin(plain) is tuple else typing.get_args(plain)
+    literals = [part for part in (plain, *parts) if typing.get_origin(part) is Literal]
     return [choice for part in literals for choice in typing.get_args(part)]

@@ -51,6 +51,16 @@ def parse(kind: Any, given: Sequence[str], **options: Any) -> tuple[Any, list[st
         return tyro.cli(kind, args=given, return_unknown_args=True, config=(OmitSubcommandPrefixes,), **options)
 
 
+def given_options(given: Sequence[str]) -> dict[str, str]:
+    """Return the last value of each option among the arguments, by the path of its field, such as optim.epochs."""
+    options = {}
+    for argument, following in itertools.zip_longest(given, given[1:], fillvalue=""):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            options[name.replace("-", "_")] = value if equals else following
+    return options
+
+
 def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
     """Raise InputError, with the nearest option, for the first argument that no option takes.
 

@@ -135,6 +135,11 @@ def test_the_export_formats_that_the_command_line_knows_are_the_registered_ones(
         (["pretrain", "demo", "--speed.device", "tpu"], "speed.device is 'tpu'"),
         (["pretrain", "demo", "--data", "no/such/folder"], "no/such/folder"),
         (["pretrain", "stop-tiny-imagenet"], "data is not given"),
+        (["pretrain", "stop-photos"], "data is not given"),
+        (["pretrain", "--config", "stop-vitb16"], "--config is 'stop-vitb16'"),
+        (["pretrain", "--config"], "--config is ''"),
+        (["pretrain", "--config", "missing.yaml"], "missing.yaml: No such file"),
+        (["pretrain", "demo", "--max-bad", "5"], "max_bad is 5"),
         (["pretrain", "demo", "--data", "scenes:count=8,size=32"], "optim.batch_size is 16"),
         (["resume"], "RUN is not given"),
         (["resume", "no/such/run"], "no/such/run"),
@@ -259,11 +264,38 @@ def test_a_run_is_made_refused_a_second_time_resumed_and_protected(capsys, tmp_p
     assert str(newest) in complaint(capsys, "resume", run)
 
 
+def test_the_warm_up_follows_the_epochs_and_a_file_takes_the_place_of_a_recipe(monkeypatch, tmp_path):
+    def trained(*arguments):
+        given = []
+        monkeypatch.setattr(
+            pretrain,
+            "train",
+            lambda *options, **more: given.append((*options, more)) or TrainResult(tmp_path, 6, 6, 0.5, None),
+        )
+        main(["pretrain", *arguments])
+        ((config, more),) = given
+        return config, more["recipe"]
+
+    config, _ = trained("stop-tiny-imagenet", "--optim.epochs", "3")
+    assert (config.optim.epochs, config.optim.warmup_epochs) == (3, 0.3)
+    config, _ = trained("stop-photos", "--optim.epochs=3", "--optim.warmup-epochs", "2", "--data.max-bad", "5%")
+    assert (config.optim.epochs, config.optim.warmup_epochs, config.max_bad) == (3, 2, "5%")
+    assert config.optim.derive == ("batch_size", "lr", "start_lr", "final_lr")
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: stop-tiny-imagenet\noptim: {epochs: 50}\ndata: photos\n")
+    for first in (["--config", str(file)], [f"--config={file}"], [str(file)]):
+        config, name = trained(*first, "--optim.epochs", "10", "--seed", "7")
+        assert (config.optim.epochs, config.optim.warmup_epochs, config.data, config.seed) == (10, 1, "photos", 7)
+        assert name == "mine"
+
+
 def test_a_resumed_run_keeps_its_own_speed_options(capsys, tmp_path, photos, monkeypatch):
     run = tmp_path / "run"
     main(["pretrain", "demo", "--data", str(photos), "--out", str(run), *TINY, "--stop-after-steps", "1"])
     given = []
-    monkeypatch.setattr(pretrain, "resume", lambda *options: given.extend(options) or TrainResult(run, 6, 6, 0.5, None))
+    monkeypatch.setattr(
+        pretrain, "resume", lambda *options, **more: given.extend(options) or TrainResult(run, 6, 6, 0.5, None)
+    )
     main(["resume", str(run), "--speed.workers", "2", "--stop-after-steps", "5"])
     assert (given[2].device, given[2].workers, given[3]) == ("cpu", 2, 5)
 

@@ -5,11 +5,10 @@ The step is the trainer's own: `pretrain.assemble` builds it here as it does for
 
 import os
 import platform
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -22,27 +21,22 @@ from stop_mim.benchmark.report import BenchReport, print_report, write_report
 from stop_mim.benchmark.timing import (
     Work,
     busy_seconds,
-    forget_peak,
     lacks_memory,
     matrix_ceiling,
     measure_step,
 )
 from stop_mim.constraints import check_effects
-from stop_mim.data.batches import Batch
-from stop_mim.data.order import Order, ShuffledOrder
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
-from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import CapturedStep, is_compiled, is_half
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks, choose_device
-from stop_mim.training.inputs import StepInputs
+from stop_mim.training.inputs import StepInputs, SyntheticImages
 from stop_mim.training.pretrain import Parts, assemble
 from stop_mim.training.run_folder import environment
+from stop_mim.training.trial import forget_peak
 
-# Length of an epoch of synthetic images; long enough for the step to be compiled as in a real run.
-SYNTHETIC_STEPS_PER_EPOCH = 1000
 PROFILED_STEPS = 5
 PARTS_NOTE = (
     "Each part is timed alone, and they need not add up to the step; backward is forward and backward minus forward."
@@ -70,25 +64,6 @@ def open_run(config: TrainConfig, uses_data: bool, display: ProgressDisplay, war
     inputs = StepInputs(config, Ranks(0, 1, 1, one_device(config)))
     images = inputs.open_images(progress=partial(display.update, "decoding images")) if uses_data else None
     return assemble(config, inputs, images or SyntheticImages(inputs), display.say, warn)
-
-
-class SyntheticImages:
-    """One batch of random numbers on the device, again and again."""
-
-    description = "synthetic, on the device"
-
-    def __init__(self, inputs: StepInputs) -> None:
-        config, device = inputs.config, inputs.ranks.device
-        generator = seeded_generator(device, config.seed, "bench images")
-        shape = (inputs.per_device, 3, *config.encoder.image_size)
-        images = torch.randn(shape, device=device, generator=generator)
-        self._batch = Batch(images, None, torch.arange(inputs.per_device))
-        epoch = SYNTHETIC_STEPS_PER_EPOCH * config.optim.batch_size
-        self.order: Order = ShuffledOrder(epoch, inputs.per_device, batches_per_step=inputs.batches_per_step)
-
-    def starting_at(self, batch: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batch without end."""
-        yield from repeat(self._batch)
 
 
 @contextmanager

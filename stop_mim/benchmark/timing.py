@@ -1,10 +1,7 @@
 """Time and memory of some work: CUDA events on a GPU, the clock elsewhere; medians with quartiles."""
 
-import gc
 import json
-import resource
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -16,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stop_mim.benchmark.config import BenchConfig
+from stop_mim.training.trial import peak_memory
 
 Work = Callable[[], object]
 
@@ -154,22 +152,6 @@ def matrix_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 
     run_seconds(multiply, device, PRODUCTS, 1)
     return 2 * side**3 / statistics.median(run_seconds(multiply, device, PRODUCTS, REPEATS))
-
-
-def forget_peak(device: torch.device) -> None:
-    """Free unused memory and reset the peak."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return bytes: the GPU's peak of allocated tensors since `forget_peak`; on the CPU the peak of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # macOS counts bytes, others count kibibytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def lacks_memory(error: BaseException) -> bool:

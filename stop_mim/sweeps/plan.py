@@ -127,6 +127,7 @@ class Plan:
 
     def jobs(self, config: SweepConfig) -> Iterator[Job]:
         """Yield the runs, seed by seed, so that a sweep that is stopped has complete seeds."""
+        from stop_mim.training.derived import following
         from stop_mim.training.recipes import find_recipe
 
         default = find_recipe(self.recipe, config.compat)
@@ -135,6 +136,8 @@ class Plan:
                 folder = self.out / variant / f"seed-{seed}"
                 run = replace(self.config(variant), seed=seed, out=str(folder))
                 changed = changes(run, default)
+                # The recipe's warm-up is given too where it would follow the epochs.
+                changed |= changes(run, following(default, changed))
                 speed = {path: value for path, value in changed.items() if path.startswith("speed.")}
                 options, fast = (*compat_flag(config), *as_flags(changed, run)), tuple(as_flags(speed, run))
                 yield Job(variant, seed, folder, self.recipe, options, fast, self.evaluate)
@@ -181,6 +184,7 @@ class Plan:
 
 def base_config(config: SweepConfig) -> "TrainConfig":
     """Return the config of a scale's runs, before the options of the command line."""
+    from stop_mim.training.derived import following
     from stop_mim.training.recipes import find_recipe
 
     scale = SCALES.find(config.scale)()
@@ -188,8 +192,7 @@ def base_config(config: SweepConfig) -> "TrainConfig":
     if config.data:
         base = replace(base, data=config.data)
     if config.epochs is not None:
-        warmup = base.optim.warmup_epochs * config.epochs / base.optim.epochs
-        base = replace(base, optim=replace(base.optim, epochs=config.epochs, warmup_epochs=warmup))
+        base = following(base, {"optim.epochs": config.epochs})
     return base
 
 

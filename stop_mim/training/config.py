@@ -6,6 +6,7 @@ The groups `speed`, `log`, `probe` and `checkpoint` do not change what is learne
 import dataclasses
 import json
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,8 @@ from stop_mim.constraints import (
 from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
+
+DerivedField = Literal["batch_size", "epochs", "lr", "start_lr", "final_lr", "warmup_epochs"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class OptimConfig(Checked, group="optim"):
     """Momentum of the target encoder at the first step."""
     ema_final: Annotated[float, FRACTION] = 1.0
     """Momentum of the target encoder at the last step."""
+    derive: tuple[DerivedField, ...] = ()
+    """Fields of this group that follow from the number of images and the device; one that is given is not derived."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +103,8 @@ class LogConfig(Checked, group="log"):
     """Steps between two measurements of the health signs."""
     tensorboard: bool = True
     """Write TensorBoard events too."""
+    trial_steps: Annotated[int, AT_LEAST_ZERO] = 0
+    """Steps that are timed, and undone, before a new run, to tell its memory, speed and length; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -177,18 +184,27 @@ def to_json(config: TrainConfig) -> str:
 
 def from_json(text: str) -> TrainConfig:
     """Read the configuration that `to_json` wrote; an unknown field is an error, a missing one gets its default."""
-    return _from_plain(TrainConfig, json.loads(text), "")
+    return with_plain_values(TrainConfig(), json.loads(text))
 
 
-def _from_plain(kind: Any, value: Any, path: str) -> Any:
+def with_plain_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with some fields replaced, given as JSON or YAML stores them; an unknown one is an error."""
+    return _from_plain(TrainConfig, values, "", config)
+
+
+def _from_plain(kind: Any, value: Any, path: str, base: Any) -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         known = typing.get_type_hints(kind)
         unknown = sorted(set(value) - set(known))
         if unknown:
             raise InputError(f"The configuration has an unknown field '{path}{unknown[0]}': remove it.")
-        return kind(**{name: _from_plain(known[name], part, f"{path}{name}.") for name, part in value.items()})
+        parts = {
+            name: _from_plain(known[name], part, f"{path}{name}.", getattr(base, name)) for name, part in value.items()
+        }
+        return dataclasses.replace(base, **parts)
     if isinstance(value, list):
         return tuple(value)
-    if isinstance(value, int) and not isinstance(value, bool) and kind in (float, float | None):
+    # YAML reads 1e-3 as a text.
+    if isinstance(value, int | str) and not isinstance(value, bool) and kind in (float, float | None):
         return float(value)
     return value

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ import torch
 from stop_mim.data.augment import RandomCrop
 from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batch, Batches, Placement
+from stop_mim.data.image_source import ImageSource
 from stop_mim.data.lookahead import prefetched
 from stop_mim.data.order import Order, ShuffledOrder
 from stop_mim.data.sources import open_source
@@ -26,6 +27,8 @@ from stop_mim.training.distributed import Ranks
 from stop_mim.training.step import MaskedBatches
 
 MAX_DEFAULT_WORKERS = 8
+# Length of an epoch of synthetic images; long enough for the step to be compiled as in a real run.
+SYNTHETIC_STEPS_PER_EPOCH = 1000
 
 
 @runtime_checkable
@@ -71,9 +74,7 @@ class StepInputs:
             show: shows a message for each of the first images that cannot be read.
         """
         config, speed, ranks, encoder = self.config, self.config.speed, self.ranks, self._encoder
-        if not config.data:
-            raise InputError("data is not given: add --data with a folder, a parquet file or another dataset.")
-        source, size = open_source(config.data), (self.per_device, config.seed, ranks.rank, ranks.world_size)
+        source, size = open_data(config), (self.per_device, config.seed, ranks.rank, ranks.world_size)
         return Batches(
             source,
             ShuffledOrder(len(source), *size, self.batches_per_step),
@@ -114,6 +115,32 @@ class StepInputs:
     def _with_masks(self, batches: Iterator[Batch], first_step: int) -> Iterator[MaskedBatches]:
         for step in count(first_step):
             yield [(next(batches).images, masks) for masks in self.draw_masks(step)]
+
+
+class SyntheticImages:
+    """One batch of random numbers on the device, again and again."""
+
+    description = "synthetic, on the device"
+
+    def __init__(self, inputs: StepInputs) -> None:
+        config, device = inputs.config, inputs.ranks.device
+        generator = seeded_generator(device, config.seed, "bench images")
+        shape = (inputs.per_device, 3, *config.encoder.image_size)
+        images = torch.randn(shape, device=device, generator=generator)
+        self._batch = Batch(images, None, torch.arange(inputs.per_device))
+        epoch = SYNTHETIC_STEPS_PER_EPOCH * config.optim.batch_size
+        self.order: Order = ShuffledOrder(epoch, inputs.per_device, batches_per_step=inputs.batches_per_step)
+
+    def starting_at(self, batch: int = 0) -> Generator[Batch, None, None]:
+        """Yield the batch without end."""
+        yield from repeat(self._batch)
+
+
+def open_data(config: TrainConfig) -> ImageSource:
+    """Open the dataset of a run."""
+    if not config.data:
+        raise InputError("data is not given: add --data with a folder, a parquet file or another dataset.")
+    return open_source(config.data)
 
 
 def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:

@@ -4,6 +4,7 @@ Read this first, then trainer.py (the loop), step.py (one update), models/ijepa.
 positions/stochastic.py (StoP itself).
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,13 +30,25 @@ from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
 from stop_mim.training.callbacks.probe import ProbeData, RunProbe, make_probe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
-from stop_mim.training.config import SpeedConfig, TrainConfig
+from stop_mim.training.config import OptimConfig, SpeedConfig, TrainConfig
+from stop_mim.training.derived import derive, warnings_about
 from stop_mim.training.distributed import Ranks, broadcast, process_group, share, wait_for_all
-from stop_mim.training.inputs import ImageBatches, StepInputs
+from stop_mim.training.inputs import ImageBatches, StepInputs, SyntheticImages, open_data, split_batch
+from stop_mim.training.recipes import RECIPES
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
+from stop_mim.training.trial import (
+    PATCHES_AT_ONCE_ON_CPU,
+    STEP_PART_OF_GPU,
+    Trial,
+    duration,
+    images_at_once,
+    largest_divisor,
+    step_memory,
+    take_trial_steps,
+)
 
 CHECKPOINT_VERSION = 3
 REMEDY = "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint is not affected"
@@ -79,8 +92,10 @@ def train(
             folder.discard_bad_images()
         wait_for_all(ranks)
         with ProgressDisplay(console, ranks.is_main, folder.log) as display:
+            config = settle(config, ranks, display)
             parts = prepare(config, folder, ranks, display)
             weights = None if initialise is None else initialise(parts.objective)
+            trial = take_trial_steps(parts.trainer, config.log.trial_steps) if config.log.trial_steps else None
             if ranks.is_main:
                 kept = replace(with_absolute_paths(config), out=str(folder.path))
                 folder.create(kept, recipe, weights, parts.ignored)
@@ -88,7 +103,7 @@ def train(
             with folder.lock(ranks.is_main):
                 if weights is not None:
                     display.say(f"weights    {weights}")
-                return run(parts, folder, display)
+                return run(parts, folder, display, recipe, trial)
 
 
 def resume(
@@ -176,6 +191,37 @@ def check_version(saved: Checkpoint, file: Path) -> None:
         )
 
 
+def settle(config: TrainConfig, ranks: Ranks, display: ProgressDisplay) -> TrainConfig:
+    """Decide what the config leaves open; config.json keeps it, so that a resumed run is the same.
+
+    These are the fields of `optim.derive`, and the images that a device sees at once.
+    """
+    if config.optim.derive:
+        images = len(open_data(config))
+        config = derive(config, images, ranks.device.type, ranks.world_size)
+    if config.speed.batch_size_per_device is not None:
+        return config
+    per_step, _ = split_batch(config, ranks)
+    if ranks.device.type == "cpu":
+        height, width = (side // config.encoder.patch_size for side in config.encoder.image_size)
+        at_once = largest_divisor(per_step, PATCHES_AT_ONCE_ON_CPU / max(1, height * width))
+    else:
+        free = torch.cuda.mem_get_info(ranks.device)[0]
+        display.say(f"measuring  how many images fit into {free / 2**30:.1f} GiB of free GPU memory at once")
+        memory_of = partial(memory_of_step, config, ranks.device)
+        at_once = broadcast(images_at_once(per_step, memory_of, STEP_PART_OF_GPU * free), ranks)
+    return replace(config, speed=replace(config.speed, batch_size_per_device=at_once))
+
+
+def memory_of_step(config: TrainConfig, device: torch.device, images: int) -> int:
+    """Return the bytes that a plain step of this run needs for so many images at once."""
+    speed = replace(config.speed, batch_size_per_device=images, compile=False, graph=False)
+    config = replace(config, optim=replace(config.optim, batch_size=images), speed=speed)
+    inputs = StepInputs(config, Ranks(0, 1, 1, device))
+    warn = warnings.warn
+    return step_memory(assemble(config, inputs, SyntheticImages(inputs), warn, warn).trainer)
+
+
 def prepare(
     config: TrainConfig,
     folder: RunFolder,
@@ -211,8 +257,18 @@ def prepare(
     return parts
 
 
-def run(parts: "Parts", folder: RunFolder, display: ProgressDisplay) -> TrainResult:
-    """Train to the end of the run, or to `stop_after_steps`."""
+def run(
+    parts: "Parts", folder: RunFolder, display: ProgressDisplay, recipe: str = "", trial: Trial | None = None
+) -> TrainResult:
+    """Train to the end of the run, or to `stop_after_steps`.
+
+    Args:
+        parts: from `prepare`.
+        folder: the run directory.
+        display: shows what is trained, and the progress.
+        recipe: of a new run, which is compared with it.
+        trial: what steps before a new run measured.
+    """
     config, trainer, encoder = parts.config, parts.trainer, parts.objective.encoder
     parameters = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
     display.say(f"run        {folder.path}")
@@ -221,8 +277,20 @@ def run(parts: "Parts", folder: RunFolder, display: ProgressDisplay) -> TrainRes
         display.say(f"skipped    {skipped(0, parts.ignored)}")
     display.say(f"masks      {parts.inputs.masks}")
     display.say(f"encoder    {parameters:.1f} M parameters, {encoder.grid[0]}x{encoder.grid[1]} patches")
-    display.say(f"steps      {trainer.done} of {trainer.total_steps} done, {parts.steps_per_epoch} per epoch")
+    display.say(f"schedule   {describe_schedule(config.optim, parts.steps_per_epoch)}")
+    display.say(f"batch      {describe_batch(parts.inputs)}")
     display.say(f"device     {trainer.ranks.device}")
+    if trial is not None:
+        seconds, rate = trainer.total_steps * trial.seconds_per_step, config.optim.batch_size / trial.seconds_per_step
+        display.say(
+            f"measured   {rate:,.3g} images/s, {trial.memory / 2**30:.1f} GiB; about {duration(seconds)} in all"
+        )
+    if trainer.done:
+        display.say(f"resumed    {trainer.done:,} of {trainer.total_steps:,} steps are done")
+    else:
+        usual = RECIPES[recipe]().optim if recipe in RECIPES else None
+        for text in warnings_about(config.optim, parts.n_images, usual):
+            display.warn(text)
     trainer.run(config.stop_after_steps)
     if left_out := folder.skipped():
         display.say(f"skipped    {left_out}")
@@ -240,6 +308,11 @@ class Parts:
     objective: Objective
     autocast: AbstractContextManager[Any]
     trainer: Trainer
+
+    @property
+    def n_images(self) -> int:
+        """Return the number of images of the dataset."""
+        return len(self.images.order.images)
 
     @property
     def ignored(self) -> Mapping[str, int]:
@@ -286,6 +359,20 @@ def assemble(
         remedy=REMEDY,
     )
     return Parts(config, inputs, images, steps_per_epoch, objective, autocast, trainer)
+
+
+def describe_schedule(optim: OptimConfig, steps_per_epoch: int) -> str:
+    """Return length, warm-up and learning rate of a run in words."""
+    steps = f"{optim.epochs * steps_per_epoch:,} steps ({optim.epochs:,} epochs of {steps_per_epoch:,})"
+    return f"{steps}, warm-up {optim.warmup_epochs:g} epochs, learning rate {optim.lr:g}"
+
+
+def describe_batch(inputs: StepInputs) -> str:
+    """Return how the images of a step are divided."""
+    total, processes = inputs.config.optim.batch_size, inputs.ranks.world_size
+    on_each = f" on each of {processes} devices" if processes > 1 else ""
+    accumulated = f", gradients accumulated over {inputs.batches_per_step}" if inputs.batches_per_step > 1 else ""
+    return f"{total:,} images per step, {inputs.per_device:,} at once{on_each}{accumulated}"
 
 
 def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: ProgressDisplay) -> RunProbe:

@@ -95,6 +95,34 @@ def stop_tiny_imagenet() -> TrainConfig:
     )
 
 
+@recipe
+def stop_photos() -> TrainConfig:
+    """StoP, ViT-S/16 at 224x224, for any folder of photographs; batch, length and learning rate follow from the images.
+
+    stop-mim pretrain stop-photos --data photos/
+    I-JEPA instead of StoP: --positions.kind sincos. The values here are those of a large folder on a GPU; the rules are in
+    docs/guides/own-images.md.
+    """
+    return TrainConfig(
+        data="",
+        max_bad="10%",
+        encoder=EncoderConfig(size="small"),
+        predictor=PredictorConfig(width=192, depth=6),
+        augment=AugmentConfig(flip_probability=0.5),
+        optim=OptimConfig(
+            epochs=100,
+            batch_size=256,
+            lr=5e-4,
+            start_lr=5e-5,
+            final_lr=5e-6,
+            warmup_epochs=10,
+            derive=("batch_size", "epochs", "lr", "start_lr", "final_lr", "warmup_epochs"),
+        ),
+        log=LogConfig(trial_steps=3),
+        checkpoint=CheckpointConfig(every_steps=500),
+    )
+
+
 def _imagenet(encoder: EncoderConfig, predictor_depth: int, optim: OptimConfig) -> TrainConfig:
     return TrainConfig(
         data="",

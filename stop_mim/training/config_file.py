@@ -1,0 +1,43 @@
+"""Configurations of new runs in files: a run's config.json, or YAML that names the fields that it changes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stop_mim.errors import InputError, first_line
+from stop_mim.training.config import TrainConfig, with_plain_values
+from stop_mim.training.derived import following
+from stop_mim.training.recipes import find_recipe
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Return the configuration in a JSON or YAML file, for a new run.
+
+    The file has the layout of a run's config.json; fields that it leaves out are those of the recipe that it names
+    (`recipe: stop-photos`), or the defaults. Directory and early stop of another run are not taken over.
+    """
+    text = path.read_text()
+    try:
+        plain = dict(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text) or {})
+        base = find_recipe(plain.pop("recipe")) if "recipe" in plain else TrainConfig()
+        config = with_plain_values(following(base, dict(_flat(plain))), plain)
+    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read as a configuration ({first_line(error)}): correct it.") from error
+    return replace(config, out=None, stop_after_steps=None) if path.name == "config.json" else config
+
+
+def run_name(path: Path) -> str:
+    """Return what a run of this file is named after: the run directory of a config.json, or the file."""
+    return path.absolute().parent.name if path.name == "config.json" else path.stem
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,113 @@
+"""Settings that follow from others: from the number of images and the device, or from the number of epochs.
+
+The rules are in docs/guides/own-images.md, with their reasons. A value that is given is never changed.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from stop_mim.training.config import OptimConfig, TrainConfig
+
+FEWEST_A_BATCH, MOST_A_BATCH, BATCHES_AN_EPOCH = 16, 256, 16
+ROUND_BATCHES_FROM = 64
+LR, LR_BATCH = 5e-4, 256
+"""Peak learning rate for a batch of so many images."""
+WARMUP, START, FINAL = 0.1, 0.1, 0.01
+"""Warm-up as a fraction of the epochs; learning rates at the first and last step as fractions of the peak."""
+STEPS = {"cuda": 20_000, "cpu": 2_000}
+EPOCHS = {"cuda": (100, 800), "cpu": (10, 100)}
+FEWEST_STEPS = 1_000
+"""A run that takes fewer steps learns little."""
+COUNTED_IN_EPOCHS = ("warmup_epochs", "hold_after_epoch")
+
+
+def derive(config: TrainConfig, images: int, device: str, processes: int = 1) -> TrainConfig:
+    """Return a config in which the fields of `optim.derive` follow from the number of images and the kind of device."""
+    wanted, optim = set(config.optim.derive), config.optim
+    batch = batch_for(images, processes) if "batch_size" in wanted else optim.batch_size
+    epochs = epochs_for(images // max(1, batch), device) if "epochs" in wanted else optim.epochs
+    lr = LR * math.sqrt(batch / LR_BATCH) if "lr" in wanted else optim.lr
+    values = {
+        "batch_size": batch,
+        "epochs": epochs,
+        "lr": lr,
+        "start_lr": START * lr,
+        "final_lr": FINAL * lr,
+        "warmup_epochs": WARMUP * epochs,
+    }
+    chosen: dict[str, Any] = {name: _short(value) for name, value in values.items() if name in wanted}
+    return replace(config, optim=replace(optim, **chosen, derive=()))
+
+
+def batch_for(images: int, processes: int = 1) -> int:
+    """Return a sixteenth of the images, from 16 to 256, so that whole batches make up an epoch; few images are one batch."""
+    wanted = min(max(images / BATCHES_AN_EPOCH, FEWEST_A_BATCH), MOST_A_BATCH)
+    batch = images // max(1, round(images / wanted))
+    multiple = processes * (8 if batch >= ROUND_BATCHES_FROM * processes else 1)
+    return max(multiple, batch // multiple * multiple)
+
+
+def epochs_for(steps_per_epoch: int, device: str) -> int:
+    """Return the epochs of 20,000 steps, from 100 to 800; on the CPU those of 2,000 steps, from 10 to 100."""
+    fewest, most = EPOCHS[device]
+    return min(max(math.ceil(STEPS[device] / max(1, steps_per_epoch)), fewest), most)
+
+
+def following(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
+    """Return a config with the epochs that are given, in which what is counted in epochs keeps its fraction of them.
+
+    Fields that are given are not derived from the number of images.
+
+    Args:
+        config: such as a recipe's.
+        given: values, or texts of values, by the path of their field; all others but optim.epochs only count as given.
+    """
+    optim = config.optim
+    derived = tuple(name for name in optim.derive if f"optim.{name}" not in given)
+    try:
+        factor = int(given.get("optim.epochs", optim.epochs)) / optim.epochs
+    except ValueError:
+        factor = 0.0
+    if factor <= 0:
+        # A bad value, which is refused where it is read.
+        return config
+    kept = {name: value for name in COUNTED_IN_EPOCHS if (value := getattr(optim, name)) is not None}
+    scaled: dict[str, Any] = {name: _short(factor * value) for name, value in kept.items()} if factor != 1 else {}
+    return replace(config, optim=replace(optim, epochs=round(factor * optim.epochs), derive=derived, **scaled))
+
+
+def warnings_about(optim: OptimConfig, images: int, recipe: OptimConfig | None = None) -> list[str]:
+    """Return warnings about a run that is too short, leaves images out, or has a learning rate for another batch.
+
+    Args:
+        optim: of the run.
+        images: number of images in the dataset.
+        recipe: the recipe's own values, if there are any.
+    """
+    steps_per_epoch = images // optim.batch_size
+    left_out, steps = images - steps_per_epoch * optim.batch_size, optim.epochs * steps_per_epoch
+    found = []
+    if steps < FEWEST_STEPS:
+        found.append(
+            f"The run has {steps:,} steps, too few to learn much (the demo's very small model takes 2,600): raise "
+            "optim.epochs, lower optim.batch_size, or add images."
+        )
+    if left_out > images / 10:
+        found.append(
+            f"{left_out:,} of the {images:,} images do not fill a batch of {optim.batch_size:,} and are left out of an epoch, "
+            "others in each: lower optim.batch_size."
+        )
+    if recipe is not None and optim.lr == recipe.lr and optim.batch_size != recipe.batch_size:
+        scaled = _short(recipe.lr * math.sqrt(optim.batch_size / recipe.batch_size))
+        found.append(
+            f"optim.batch_size is {optim.batch_size:,}, and optim.lr is the recipe's {recipe.lr:g} for {recipe.batch_size:,} "
+            f"images: it is not scaled; with the square root of the batch it would be {scaled:g} (--optim.lr {scaled:g})."
+        )
+    return found
+
+
+def _short(value: float) -> float:
+    """Return a number with three significant digits, an int as it is."""
+    return value if isinstance(value, int) else float(f"{value:.3g}")

@@ -1,0 +1,121 @@
+"""Trial steps before a run: how many images fit into memory at once, and how fast the run will be."""
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE
+from stop_mim.training.trainer import Trainer
+
+STEP_PART_OF_GPU = 0.5
+"""Of the free memory; images that stay on the GPU have up to 0.4 of it."""
+PATCHES_AT_ONCE_ON_CPU = 2**14
+"""83 images of 224x224 pixels: more at once are not faster, and take a lot of memory."""
+FEW_IMAGES, MORE_IMAGES = 4, 16
+"""The memory of a step is linear in the number of images, and measured with these."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What trial steps measured."""
+
+    seconds_per_step: float
+    memory: int
+    """Largest number of bytes in use: on the GPU, or else of the whole process."""
+
+
+def take_trial_steps(trainer: Trainer, timed: int) -> Trial:
+    """Time steps of a run that has not begun, with its own batches, and undo them."""
+    device = trainer.ranks.device
+    # Compiling and capturing happen in the first steps, and stay for the run.
+    first = STEPS_BEFORE_CAPTURE + 2 if device.type == "cuda" else 1
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.model.state_dict().items()}
+    forget_peak(device)
+    with closing(trainer.batches(0)) as batches:
+        for _ in range(first):
+            trainer.take_step(batches)
+        _wait_for(device)
+        start = time.perf_counter()
+        for _ in range(timed):
+            trainer.take_step(batches)
+        _wait_for(device)
+        seconds = (time.perf_counter() - start) / timed
+    memory = peak_memory(device)
+    # In place, where a captured graph reads and writes them; AdamW begins with zeros.
+    trainer.model.load_state_dict(weights)
+    for state in trainer.optimiser.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+    trainer.optimiser.zero_grad(set_to_none=True)
+    trainer.done = 0
+    return Trial(seconds, memory)
+
+
+def step_memory(trainer: Trainer) -> int:
+    """Return the peak of the memory of two steps, after which all state exists."""
+    forget_peak(trainer.ranks.device)
+    with closing(trainer.batches(0)) as batches:
+        for _ in range(2):
+            trainer.take_step(batches)
+    return peak_memory(trainer.ranks.device)
+
+
+def images_at_once(per_step: int, memory_of: Callable[[int], int], budget: float) -> int:
+    """Return the largest part of a step's images that fits into memory, a divisor of their number.
+
+    Args:
+        per_step: images that a device sees in a step; up to 16 are never divided.
+        memory_of: measures the bytes that a step of so many images needs.
+        budget: bytes that a step may use.
+    """
+    if per_step <= MORE_IMAGES:
+        return per_step
+    few = memory_of(FEW_IMAGES)
+    try:
+        an_image = max(1.0, (memory_of(MORE_IMAGES) - few) / (MORE_IMAGES - FEW_IMAGES))
+    except torch.OutOfMemoryError:
+        an_image = budget
+    return largest_divisor(per_step, FEW_IMAGES + (budget - few) / an_image)
+
+
+def largest_divisor(number: int, at_most: float) -> int:
+    """Return the largest divisor of a number within a limit; 1 if the limit is lower."""
+    return max(one for one in range(1, number + 1) if number % one == 0 and (one <= at_most or one == 1))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Free unused memory and reset the peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return bytes: the GPU's peak of allocated tensors since `forget_peak`; on the CPU the peak of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # macOS counts bytes, others count kibibytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as "2 h 05 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"

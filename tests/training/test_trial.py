@@ -1,0 +1,46 @@
+"""How many images fit into memory at once, from two measurements."""
+
+import pytest
+import torch
+
+from stop_mim.training.trial import duration, images_at_once, largest_divisor
+
+MIB = 2**20
+
+
+def memory_of(fixed, an_image, limit=float("inf")):
+    """A step's memory, and a device that has no more than the limit."""
+
+    def measure(images):
+        needed = fixed + an_image * images
+        if needed > limit:
+            raise torch.OutOfMemoryError
+        return needed
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("per_step", "budget", "expected"),
+    # All fit; the largest divisor that fits; none but one; few images are not divided at all.
+    [(2048, 3000, 2048), (2048, 200, 64), (2048, 164, 64), (2048, 163, 32), (100, 180, 50), (2048, 50, 1), (16, 0, 16)],
+)
+def test_the_largest_part_that_fits(per_step, budget, expected):
+    assert images_at_once(per_step, memory_of(100 * MIB, MIB), budget * MIB) == expected
+
+
+def test_a_device_that_holds_hardly_any_image_is_no_error():
+    assert images_at_once(64, memory_of(100 * MIB, 10 * MIB, limit=200 * MIB), 150 * MIB) == 4
+
+
+def test_divisors():
+    assert [largest_divisor(12, limit) for limit in (0.5, 1, 5, 6, 100)] == [1, 1, 4, 6, 12]
+
+
+def test_durations_are_told_in_the_unit_that_fits():
+    assert [duration(seconds) for seconds in (4.2, 600, 3600 * 2 + 300, 86400 * 3)] == [
+        "4 s",
+        "10 min",
+        "2 h 05 min",
+        "3.0 days",
+    ]
