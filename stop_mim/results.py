@@ -140,6 +140,11 @@ class Evaluation:
         label = [] if self.label in USUAL_LABELS else [self.label]
         return "/".join([*label, self.task, score.name])
 
+    @property
+    def encoder_and_pool(self) -> str:
+        """The encoder's name, and whether its class token was scored instead of its patches."""
+        return self.encoder + (" (class token)" if self.facts.get("pool") == "cls" else "")
+
     def identity(self) -> list[Any]:
         """Return what tells whether an evaluation repeats another one."""
         plain = json.loads(json.dumps(self.as_json()))
@@ -147,8 +152,9 @@ class Evaluation:
 
     def measurement(self) -> tuple[str, ...]:
         """Return what must agree where scores of different encoders are compared; hashable."""
-        names = ("task", "label", "data", "test_data", "protocol", "seed")
-        return tuple(json.dumps(getattr(self, name), sort_keys=True) for name in names)
+        named = [getattr(self, name) for name in ("task", "label", "data", "test_data", "protocol", "seed")]
+        contents = [self.facts.get(name) for name in ("data_fingerprint", "test_fingerprint")]
+        return tuple(json.dumps(value, sort_keys=True) for value in [*named, *contents])
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -252,10 +258,11 @@ def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation
                 name, chance = one.name_of(score), one.chance(score)
                 before = untrained_score(one, score, [*known, *evaluations])
                 numbers = [score.number, score.interval, UNKNOWN if before is None else before.number]
-                row = [name, one.encoder, *numbers, UNKNOWN if chance is None else f"{chance:.1f}"]
+                row = [name, one.encoder_and_pool, *numbers, UNKNOWN if chance is None else f"{chance:.1f}"]
                 rows.setdefault(name, []).append(row if len(shown) > 1 else [row[0], *row[2:]])
     head = ["score", *(["encoder"] if len(shown) > 1 else []), "%", "95% interval", "untrained", "chance"]
-    about = f" of {shown[0]}" if len(shown) == 1 else ""
+    alone = [one.encoder_and_pool for one in evaluations if [one.encoder] == shown]
+    about = f" of {alone[0]}" if alone else ""
     caption = f"Test scores{about}" + (f" on {evaluations[0].data}" if evaluations else "")
     note = "± is the standard deviation over draws; chance is the most frequent class."
     return Table(caption, head, [row for group in rows.values() for row in group], note, names=len(head) - 4)
@@ -264,8 +271,10 @@ def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation
 def untrained_score(evaluation: Evaluation, score: Score, known: Sequence[Evaluation]) -> Score | None:
     """Return the newest score of the untrained encoder that was measured alike."""
     name, alike = f"{UNTRAINED}{evaluation.encoder}", evaluation.measurement()
+    seen = [evaluation.facts.get(fact) for fact in ("image_size", "pool")]
     for one in reversed(known):
-        if one.encoder == name and one.measurement() == alike:
+        same = one.measurement() == alike and [one.facts.get(fact) for fact in ("image_size", "pool")] == seen
+        if one.encoder == name and same:
             return next((other for other in one.scores if other.name == score.name), None)
     return None
 

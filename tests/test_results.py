@@ -74,8 +74,10 @@ def test_the_same_evaluation_replaces_the_old_one(tmp_path):
     path = tmp_path / "results.json"
     assert read_results(path) == []
     others = [replace(ONE, **change) for change in ({"task": "knn"}, {"seed": 1}, {"label": "count"})]
-    others += [replace(ONE, facts={**ONE.facts, name: "other"}) for name in ("image_size", "encoder_fingerprint")]
-    others.append(replace(ONE, facts={**ONE.facts, "data_fingerprint": "other"}))
+    facts = ("image_size", "encoder_fingerprint", "data_fingerprint", "test_fingerprint")
+    others += [replace(ONE, facts={**ONE.facts, name: "other"}) for name in facts]
+    others += [replace(ONE, **{name: "other"}) for name in ("encoder", "data", "test_data")]
+    others.append(replace(ONE, protocol={**ONE.protocol, "lrs": (0.2,)}))
     for evaluation in [ONE, *others, replace(ONE, scores=SCORES[:1])]:
         add_results(path, [evaluation])
     found = read_results(path)
@@ -108,8 +110,14 @@ def test_the_short_table_has_the_main_score_beside_the_untrained_encoder_and_cha
     table = headline_table([one], [before])
     assert list(table.head) == ["score", "%", "95% interval", "untrained", "chance"]
     assert table.rows == [["linear/top1", "80.0", "[49.0, 94.3]", "31.0", "10.0"]]
-    other_settings = replace(before, protocol={"name": "imagenet"})
-    assert headline_table([one], [other_settings]).rows[0][3] == "–"
+    others = [replace(before, protocol={"name": "imagenet"})]
+    others += [
+        replace(before, facts={**before.facts, name: "x"}) for name in ("image_size", "pool", "test_fingerprint")
+    ]
+    assert [headline_table([one], [other]).rows[0][3] for other in others] == ["–"] * 4
+    token = replace(one, facts={**one.facts, "pool": "cls"})
+    assert "runs/a (class token) on" in headline_table([token]).caption
+    assert headline_table([token, replace(one, encoder="b")]).rows[0][1] == "runs/a (class token)"
     assert headline_table([before]).rows == [["linear/top1", "31.0", "[49.0, 94.3]", "–", "10.0"]]
 
 

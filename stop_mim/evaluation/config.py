@@ -26,6 +26,8 @@ class EvaluateConfig(Checked):
     protocol: str = "auto"
     """imagenet, places205, places365, inat18, cifar100, cifar100-crops, clevr-count, clevr-dist or generic; auto: chosen
     by the data."""
+    pool: Literal["auto", "cls", "mean"] = "auto"
+    """Features: the class token (cls) or the mean of the patches; auto: the class token where there is one."""
     image_size: Annotated[int | None, ABOVE_ZERO] = None
     """Side of the images in pixels; not given: the size that the encoder was trained at."""
     seed: int = 0

@@ -13,7 +13,7 @@ from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
-from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size
+from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size, set_pool
 from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable
@@ -125,6 +125,9 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
     for number, subject in enumerate(subjects[: len(names)] if len(names) > 1 else []):
         if isinstance(subject, Subject):
             subject.place = f"{number}-{Path(subject.name).name.replace(':', '-')}"
+    for subject in subjects:
+        for note in subject.notes():
+            display.say(note)
     for path in {_results_file(subject, config) for subject in subjects}:
         _check_results_file(path, config)
     work = []
@@ -217,6 +220,7 @@ def _open_subject(
     encoder, run = open_encoder(name)
     if config.image_size is not None:
         set_image_size(encoder, config.image_size, name)
+    set_pool(encoder, config.pool, name)
     return Subject(name, encoder, run, config, max(options_of(config, "linear").layers), ranks, bar)
 
 

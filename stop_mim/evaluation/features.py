@@ -1,4 +1,4 @@
-"""Frozen features: average-pooled tokens of an encoder's last layers, extracted once and cached on disk.
+"""Frozen features: pooled tokens of an encoder's last layers, extracted once and cached on disk.
 
 They are written in chunks as they come: memory holds one chunk, an interruption loses one, and several processes share
 the work. They are read memory-mapped.
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from stop_mim.data.augment import TestView, normalise, resize_batch
 from stop_mim.data.batches import Batches, Placement
@@ -26,7 +26,7 @@ from stop_mim.data.order import SequentialOrder
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
-from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.training.callbacks.probe import evaluation_mode
 from stop_mim.training.distributed import Ranks, wait_for_all
 
@@ -35,6 +35,11 @@ CHUNK_IMAGES = 4096
 # Part of the cache key: raise it when the same images give other features, or other chunks.
 VERSION = 2
 IMAGES_AT_A_TIME = 256
+
+# Attributes of layers that change no feature: how a layer was made, how its result is used, and how fast it is computed.
+NOT_IN_FEATURES = frozenset(
+    {"training", "weight_init_mode", "fix_init", "global_pool", "num_classes", "grad_checkpointing", "fused_attn"}
+)
 
 Chunks = Sequence[Float[Tensor, "_ _"]]
 
@@ -91,8 +96,14 @@ class LabelledFeatures(NamedTuple):
 
 
 def encoder_fingerprint(encoder: FrozenEncoder) -> str:
-    """Return a short hexadecimal name of the weights and of the normalisation of images."""
+    """Return a short hexadecimal name of all that features depend on.
+
+    That are the normalisation of images, the weights, the pooling, and of every layer its kind and its numbers: heads,
+    epsilons and so on.
+    """
     weights = encoder.state_dict()
+    network = encoder.vit if isinstance(encoder, Encoder) else encoder.model
+    layers = [(name, type(layer).__name__, _numbers(layer)) for name, layer in network.named_modules()]
     tensors = (
         part
         for name in sorted(weights)
@@ -102,7 +113,12 @@ def encoder_fingerprint(encoder: FrozenEncoder) -> str:
             weights[name].detach().cpu().float().contiguous().numpy().tobytes(),
         )
     )
-    return digest([type(encoder).__name__, encoder.mean, encoder.std, *tensors])
+    return digest([type(encoder).__name__, encoder.mean, encoder.std, encoder.pool, layers, *tensors])
+
+
+def _numbers(layer: nn.Module) -> list[tuple[str, object]]:
+    plain = (bool, int, float, str, tuple)
+    return sorted((k, v) for k, v in vars(layer).items() if isinstance(v, plain) and k not in NOT_IN_FEATURES)
 
 
 def features_folder(fingerprint: str, source: ImageSource, view: TestView, layers: int, device: torch.device) -> Path:

@@ -1,9 +1,9 @@
 """What is evaluated: one encoder with its cached features, or masks that somebody else made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,6 +48,10 @@ class GivenMasks:
         """Return what a result records of them: nothing."""
         return {}
 
+    def notes(self) -> Iterator[str]:
+        """Yield what was chosen for them: nothing."""
+        yield from ()
+
 
 class Subject:
     """One encoder, with its protocol for each dataset and its features, which are extracted once.
@@ -82,7 +86,18 @@ class Subject:
 
     def facts(self) -> dict[str, Any]:
         """Return what a result records of the encoder."""
-        return {"encoder_fingerprint": self.fingerprint, "image_size": list(self.encoder.image_size)}
+        encoder = self.encoder
+        facts = {"encoder_fingerprint": self.fingerprint, "image_size": list(encoder.image_size), "pool": encoder.pool}
+        return {**facts, "guessed_heads": encoder.heads} if encoder.guessed_heads else facts
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was chosen for the encoder, and might have been chosen otherwise."""
+        encoder = self.encoder
+        if encoder.guessed_heads:
+            assumed = f"{encoder.heads} are assumed, as usual for a width of {encoder.dim}"
+            yield f"'{self.name}' does not store its number of heads: {assumed}."
+        if encoder.pool == "cls" and self.config.pool == "auto":
+            yield f"'{self.name}' has a class token, which is probed; --pool mean probes the mean of the patches."
 
     def protocol(self, data: TaskData) -> Protocol:
         """Return the protocol of the data, or the one that the user chose."""
@@ -137,3 +152,13 @@ def set_image_size(encoder: FrozenEncoder, size: int, name: str) -> None:
             f"{max(height, round(size / height) * height)}."
         )
     encoder.image_size = (size, size)
+
+
+def set_pool(encoder: FrozenEncoder, pool: Literal["auto", "mean", "cls"], name: str) -> None:
+    """Let the encoder give its class token or the mean of its patches; auto: what is usual for it."""
+    if pool == "auto":
+        encoder.pool = encoder.pools[0]
+    elif pool in encoder.pools:
+        encoder.pool = pool
+    else:
+        raise InputError(f"pool is {pool}: '{name}' has no class token; choose mean or auto.")

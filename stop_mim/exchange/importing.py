@@ -85,7 +85,10 @@ def encoder_from_timm_names(
         image_size: height and width; None: square images, from the number of positions.
     """
     tensors = {name: tensor for name, tensor in tensors.items() if name not in CLASSIFIER}
-    return fill_encoder(shell(_architecture(tensors, origin, heads, image_size), norm_eps), tensors, origin, mean, std)
+    vit = shell(_architecture(tensors, origin, heads, image_size), norm_eps)
+    encoder = fill_encoder(vit, tensors, origin, mean, std)
+    encoder.guessed_heads = heads is None
+    return encoder
 
 
 def _architecture(

@@ -26,7 +26,7 @@ from stop_mim.files import write_atomically
 from stop_mim.models.config import EncoderSize, Initialisation
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.models.kernels.short_attention import ShortAttention
-from stop_mim.models.layers import initialise_transformer, patch_grid, require_layers, run_layer
+from stop_mim.models.layers import Pool, initialise_transformer, patch_grid, pool_tokens, require_layers, run_layer
 from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
 from stop_mim.positions import Grid, SinCosPositions
 
@@ -66,6 +66,10 @@ class Encoder(nn.Module):
         std: standard deviation of the image normalisation, by channel.
     """
 
+    pool: Pool = "mean"
+    """What `embed` returns of a layer: the mean of its patches, or its class token."""
+    guessed_heads = False
+    """Whether the number of heads was not stored with the weights."""
     recompute = False
     """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
 
@@ -93,13 +97,14 @@ class Encoder(nn.Module):
     def embed(
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
     ) -> Float[Tensor, "batch layers_times_dim"]:
-        """Return average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
+        """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
         require_layers(layers, self.depth)
         tokens, pooled = self.embed_patches(images), []
+        n_patches = tokens.shape[1] - self.vit.num_prefix_tokens
         for number, block in enumerate(self.vit.blocks, start=1):
             tokens = block(tokens)
             if number > self.depth - layers:
-                pooled.append(self.vit.norm(tokens)[:, self.vit.num_prefix_tokens :].mean(1))
+                pooled.append(pool_tokens(self.vit.norm(tokens), n_patches, self.pool))
         return torch.cat(pooled, dim=1)
 
     def embed_patches(
@@ -161,6 +166,11 @@ class Encoder(nn.Module):
         qkv_bias = vit.blocks[0].attn.qkv.bias is not None
         unusual = {"qkv_bias": (qkv_bias, True), "no_embed_class": (vit.no_embed_class, False)}
         return architecture | {name: value for name, (value, usual) in unusual.items() if value != usual}
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The values that `pool` may have, the usual one first: models with a class token are probed on it."""
+        return ("cls", "mean") if self.vit.has_class_token else ("mean",)
 
     @property
     def norm_eps(self) -> float:

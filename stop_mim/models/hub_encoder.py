@@ -10,15 +10,21 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.layers import patch_grid, require_layers
+from stop_mim.models.layers import Pool, patch_grid, pool_tokens, require_layers
 from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
 from stop_mim.positions import Grid
 
-KNOWN = "ViT, DeiT, DINOv2, I-JEPA and MAE"
+KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
+# The model types whose last layer, a classifier's, is left out.
+WITH_POOLER = ("vit", "deit", "ijepa", "beit", "data2vec-vision")
 
 
 class HubEncoder(nn.Module):
-    """A transformers model; a call returns normed patch tokens."""
+    """A transformers model; a call returns normed patch tokens (of BEiT and data2vec, which have no last norm, plain ones)."""
+
+    pool: Pool = "mean"
+    """What `embed` returns of a layer: the mean of its patches, or its class token."""
+    guessed_heads = False
 
     def __init__(
         self,
@@ -36,7 +42,11 @@ class HubEncoder(nn.Module):
         self.patch_size: tuple[int, int] = (config.patch_size, config.patch_size)
         sides = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
         self.grid: Grid = (sides[0] // config.patch_size, sides[1] // config.patch_size)
-        self.image_size = (self.grid[0] * self.patch_size[0], self.grid[1] * self.patch_size[1])
+        self.image_size = self._own_size = (self.grid[0] * self.patch_size[0], self.grid[1] * self.patch_size[1])
+        self.pools: tuple[Pool, ...] = ("mean",)
+        if getattr(getattr(model, "embeddings", None), "cls_token", None) is not None:
+            # BEiT and data2vec are fine-tuned on the mean of their patches, which their config.json says.
+            self.pools = ("mean", "cls") if getattr(config, "use_mean_pooling", False) else ("cls", "mean")
 
     @property
     def transform(self) -> Callable[[Any], Tensor]:
@@ -50,15 +60,17 @@ class HubEncoder(nn.Module):
     def embed(
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
     ) -> Float[Tensor, "batch layers_times_dim"]:
-        """Return average-pooled normed patch tokens of the last layers, concatenated; the last layer comes last."""
+        """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
         require_layers(layers, self.depth)
-        return torch.cat([self._patches(tokens, images).mean(1) for tokens in self._run(images)[-layers:]], dim=1)
+        n_patches = math.prod(patch_grid(images, self.patch_size))
+        found = [self.model.layernorm(tokens) for tokens in self._run(images)[-layers:]]
+        return torch.cat([pool_tokens(tokens, n_patches, self.pool) for tokens in found], dim=1)
 
     def _run(self, images: Tensor) -> tuple[Tensor, ...]:
         patch_grid(images, self.patch_size)
         # DINOv2 always interpolates its positions and has no such argument.
-        other_size = images.shape[-2:] != self.image_size and self.model.config.model_type != "dinov2"
-        options = {"interpolate_pos_encoding": True} if other_size else {}
+        asked = not self.model.config.model_type.startswith("dinov2")
+        options = {"interpolate_pos_encoding": True} if asked and images.shape[-2:] != self._own_size else {}
         return self.model(images, output_hidden_states=True, **options).hidden_states
 
     def _patches(self, tokens: Tensor, images: Tensor) -> Float[Tensor, "batch n_patches dim"]:
@@ -67,7 +79,7 @@ class HubEncoder(nn.Module):
 
 
 def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
-    """Load a model from the hub or from a local folder; it reads safetensors only and runs no code of the model."""
+    """Load a model from the hub or from a local folder; no code of the model runs, nor code in a file of weights."""
     try:
         import transformers
     except ImportError as error:
@@ -83,11 +95,11 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
         kind = transformers.ViTModel if is_mae else transformers.AutoModel
         if is_mae:
             config = transformers.ViTConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
-        options: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in ("vit", "deit", "ijepa") else {}
+        options: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in WITH_POOLER else {}
         if pretrained:
-            model, report = kind.from_pretrained(
-                name, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
-            )
+            # Without safetensors (DINO, data2vec) a pickle is read as far as it holds tensors alone.
+            safe = {"weights_only": True, "trust_remote_code": False}
+            model, report = kind.from_pretrained(name, config=config, output_loading_info=True, **safe, **options)
             if missing := sorted(report["missing_keys"]):
                 raise ValueError(f"it lacks {len(missing)} weights, {missing[0]} among them")
         else:
@@ -98,7 +110,8 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise InputError(
-            f"hf:{name} could not be loaded ({reason}): check the name and the network; its weights must be safetensors."
+            f"hf:{name} could not be loaded ({reason}): check the name and the network; a file of weights must hold tensors "
+            "alone."
         ) from error
     if not hasattr(model, "layernorm") or not isinstance(getattr(config, "patch_size", None), int):
         raise InputError(

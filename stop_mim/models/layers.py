@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from stop_mim.errors import InputError
 from stop_mim.models.config import Initialisation
 from stop_mim.positions import Grid
+
+Pool = Literal["mean", "cls"]
 
 
 def initialise_transformer(
@@ -57,6 +59,11 @@ def patch_grid(images: Float[Tensor, "batch channels height width"], patch_size:
             "to multiples of the patch size."
         )
     return height // patch_size[0], width // patch_size[1]
+
+
+def pool_tokens(tokens: Float[Tensor, "batch n dim"], n_patches: int, pool: Pool) -> Float[Tensor, "batch dim"]:
+    """Return the class token, which is the first one, or the mean of the patches, which are the last ones."""
+    return tokens[:, 0] if pool == "cls" else tokens[:, tokens.shape[1] - n_patches :].mean(1)
 
 
 def require_layers(layers: int, depth: int) -> None:

@@ -303,24 +303,32 @@ def exported(form):
 
 
 @pytest.mark.parametrize(
-    ("write", "name"),
+    ("write", "name", "said"),
     [
-        (released, "{}#encoder"),
-        (timm_file, "{}"),
-        (exported("timm"), "{}"),
-        (hub_folder("IJepa"), "hf:{}"),
-        (hub_folder("Dinov2"), "{}"),
+        (released, "{}#encoder", "number of heads: 3 are assumed"),
+        (timm_file, "{}", "number of heads: 3 are assumed"),
+        (exported("timm"), "{}", ""),
+        (hub_folder("IJepa"), "hf:{}", ""),
+        (hub_folder("Dinov2"), "{}", "has a class token, which is probed"),
     ],
     ids=["release", "timm file", "timm folder", "hf I-JEPA", "hf DINOv2"],
 )
-def test_encoders_of_others(colours, tmp_path, write, name):
+def test_encoders_of_others(colours, tmp_path, write, name, said):
     torch.manual_seed(0)
+    console = Console(file=io.StringIO(), width=400)
     name = name.format(write(tmp_path))
     tasks = ("knn",) if "Dinov2" in name else ("knn", "finetune")
-    found = evaluate([name], replace(QUICK, task=tasks, data=str(colours)), silent())
+    config = replace(QUICK, task=tasks, data=str(colours))
+    found = evaluate([name], config, console)
     assert [one.task for one in found] == list(tasks)
     assert value(found[0], "knn/centred/neighbours=3/top1") > 80, "four plain colours"
     assert [one.encoder for one in read_results(Path("results.json"))] == [name] * len(tasks)
+    assert ("are assumed" in console.file.getvalue()) == ("guessed_heads" in found[0].facts) == ("assumed" in said)
+    assert said in console.file.getvalue()
+    if "Dinov2" in name:
+        (mean,) = evaluate([name], replace(config, pool="mean"), silent())
+        assert [found[0].facts["pool"], mean.facts["pool"]] == ["cls", "mean"]
+        assert found[0].identity() != mean.identity()
 
 
 # What is shared
@@ -399,6 +407,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(run, colours, tmp_path, c
         ((run, "--task", "linea", "--data", colours), "'linea': did you mean 'linear'"),
         ((run, "--task", "--data", colours), "task is empty"),
         ((run, *knn, "--image-size", "30"), "image_size is 30"),
+        ((run, *knn, "--pool", "cls"), "pool is cls"),
         ((run, "--task", "finetune", "--data", colours, "--image-size", "64"), "image_size is 64"),
         ((run, *knn, "--protocol", "none"), "'none'"),
         ((run, "--task", "clevr", "knn", "--data", colours), "count or distance"),

@@ -1,8 +1,13 @@
 """Features: the encoder's own, extracted once, in chunks, by one process or by several."""
 
+from functools import partial
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from stop_mim.data.augment import TestView, normalise, resize_batch
 from stop_mim.data.sources import open_source
@@ -15,7 +20,8 @@ from stop_mim.evaluation.features import (
     pixel_features,
     pooled_features,
 )
-from stop_mim.models.encoder import Dimensions, create_encoder
+from stop_mim.exchange.loading import load_encoder
+from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder, save_encoder
 from stop_mim.training.distributed import Ranks
 
 CPU = torch.device("cpu")
@@ -114,6 +120,39 @@ def test_the_folder_depends_on_all_that_decides_the_features(encoder, colours):
         features_folder(encoder_fingerprint(encoder), source, VIEW, 2, CPU).name,
     }
     assert len(names) == 6
+
+
+def test_the_fingerprint_changes_with_whatever_changes_the_features(tmp_path):
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 32, 32)
+    plain = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, **TOKENS_ONLY}
+
+    def variant(pool="mean", mean=0.5, **changes):
+        vit = VisionTransformer(**{**plain, **changes}).eval()
+        vit.load_state_dict(weights)
+        encoder = Encoder(vit, (mean,) * 3, (0.5,) * 3)
+        encoder.pool = pool
+        return encoder
+
+    weights = VisionTransformer(**plain).state_dict()
+    found = [
+        variant(),
+        variant(num_heads=4),
+        variant(norm_layer=partial(nn.LayerNorm, eps=0.1)),
+        variant(act_layer=partial(nn.GELU, approximate="tanh")),
+        variant(act_layer=nn.ReLU),
+        variant(pool="cls"),
+    ]
+    prints = [encoder_fingerprint(encoder) for encoder in found]
+    assert len({*prints}) == len(prints)
+    features = [encoder.embed(images).detach() for encoder in found]
+    assert not any(torch.equal(one, two) for one, two in combinations(features, 2)), "each changes the features"
+    assert encoder_fingerprint(variant(mean=0.4)) not in prints
+    # The same encoder has the same name from a file, at another size, and in training.
+    save_encoder(found[0], tmp_path / "encoder.safetensors")
+    again = load_encoder(tmp_path / "encoder.safetensors")
+    again.image_size = (64, 64)
+    assert encoder_fingerprint(again.train()) == prints[0]
 
 
 def test_features_that_are_not_finite_are_refused(encoder, colours, tmp_path):

@@ -27,14 +27,29 @@ def save(tmp_path, kind, config):
     return model, load_hub_encoder(str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("name", ["ViT", "IJepa", "Dinov2"])
-def test_tokens_are_those_of_the_model(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "pools"),
+    [
+        ("ViT", ("cls", "mean")),
+        ("IJepa", ("mean",)),
+        ("Dinov2", ("cls", "mean")),
+        ("Dinov2WithRegisters", ("cls", "mean")),
+        ("Data2VecVision", ("mean", "cls")),
+    ],
+)
+def test_tokens_are_those_of_the_model(tmp_path, name, pools):
     model, encoder = save(tmp_path, getattr(transformers, f"{name}Model"), getattr(transformers, f"{name}Config"))
     images = torch.randn(2, 3, 32, 32)
     tokens = encoder(images)
     assert tokens.shape == (2, 16, 48)
     torch.testing.assert_close(tokens, model(images).last_hidden_state[:, -16:])
     torch.testing.assert_close(encoder.embed(images, 2)[:, 48:], tokens.mean(1))
+    assert encoder.pools == pools
+    if "cls" in pools:
+        encoder.pool = "cls"
+        torch.testing.assert_close(encoder.embed(images, 2)[:, 48:], model(images).last_hidden_state[:, 0])
+        assert encoder.embed(images, 2).shape == (2, 96)
+    encoder.image_size = (48, 40)  # As evaluate --image-size does.
     assert encoder(torch.randn(1, 3, 48, 40)).shape == (1, 30, 48)
     assert not encoder.training
 
@@ -82,9 +97,20 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
         load_hub_encoder("somebody/model")
 
 
-def test_a_pickle_is_not_read(tmp_path):
-    model, _ = save(tmp_path, transformers.ViTModel, transformers.ViTConfig)
+class RunsCode:
+    def __reduce__(self):
+        return print, ("code of a file ran",)
+
+
+def test_a_pickle_is_read_as_far_as_it_holds_tensors_alone(tmp_path, capsys):
+    """The DINO and data2vec models of the hub have no other file."""
+    model, encoder = save(tmp_path, transformers.Data2VecVisionModel, transformers.Data2VecVisionConfig)
     (tmp_path / "model" / "model.safetensors").unlink()
-    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
-    with pytest.raises(InputError, match="safetensors"):
+    weights = tmp_path / "model" / "pytorch_model.bin"
+    torch.save(model.state_dict(), weights)
+    images = torch.randn(1, 3, 32, 32)
+    assert torch.equal(load_hub_encoder(str(tmp_path / "model"))(images), encoder(images))
+    torch.save({**model.state_dict(), "more": RunsCode()}, weights)
+    with pytest.raises(InputError, match="tensors alone"):
         load_hub_encoder(str(tmp_path / "model"))
+    assert "ran" not in capsys.readouterr().out
