@@ -116,8 +116,9 @@ class RunRecords:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of the run's encoder, without those of single checkpoints."""
-        return [one for one in self.results if Path(one.encoder).parent.name != "checkpoints"]
+        """The evaluations of the run's encoder, without those of single checkpoints and of the encoder beside the target."""
+        names = [(Path(one.encoder), one) for one in self.results]
+        return [one for path, one in names if path.parent.name != "checkpoints" and "#" not in path.name]
 
     def scores(self) -> dict[ScoreKey, float]:
         """Return the scores of the run's encoder and the newest ones of the online probe."""

@@ -100,7 +100,7 @@ def _training(origin: Origin) -> str:
         "batch size": str(optim.batch_size),
         "learning rate": f"{optim.start_lr:g} to {optim.lr:g} to {optim.final_lr:g}",
         "weight decay": f"{optim.weight_decay:g} to {optim.final_weight_decay:g}",
-        "momentum of the target": f"{optim.ema_start:g} to {optim.ema_final:g}",
+        "momentum of the target": f"{'by length' if optim.ema_start is None else optim.ema_start} to {optim.ema_final:g}",
         "seed": str(config.seed),
     }
     return _table(("", ""), list(facts.items()))

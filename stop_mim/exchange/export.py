@@ -52,8 +52,11 @@ def _origin_of(name: str) -> Origin:
     folder = run_of(name)
     if folder is None:
         return Origin(name)
-    path = split_part(name)[0].resolve()
+    path, part = split_part(name)
+    path = path.resolve()
     names = {folder.name, ENCODER_FILE} if path.is_dir() or path.name == ENCODER_FILE else {path.name}
+    if part is not None:
+        names = {Path(name).name}
     run = RunFolder(folder)
     return Origin(folder.name, run.config(), run.recipe(), read_scores(folder, names))
 

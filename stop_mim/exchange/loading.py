@@ -53,13 +53,16 @@ def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
 
     Args:
         name: a run directory, a checkpoint, a .safetensors or .pth file, a folder of timm or Hugging Face, `timm:MODEL`,
-            `hf:MODEL` or `untrained:RUN`. Of a release's .pth.tar file the target encoder; FILE#encoder is the other one.
+            `hf:MODEL` or `untrained:RUN`. Of a run, a checkpoint or a release's .pth.tar the target encoder; RUN#encoder
+            or FILE#encoder is the other one, which gradients train.
         pretrained: False: random weights, for `timm:` and `hf:`.
     """
     for prefix, load in ENCODERS.items():
         if str(name).startswith(prefix):
             return load(str(name).removeprefix(prefix), pretrained)
     path, part = split_part(name)
+    if part is not None and (path.is_dir() or path.suffix == SAFETENSORS):
+        return _part_of_run(path, part)
     if path.is_dir():
         return _from_folder(path)
     # A pipe in its place would be waited for without end.
@@ -167,11 +170,19 @@ def run_of_checkpoint(path: Path) -> RunFolder:
     return run
 
 
-def _from_checkpoint(path: Path) -> Encoder:
-    """Return the target encoder of a checkpoint, or the encoder of an objective without a target."""
+def _part_of_run(path: Path, part: Part) -> Encoder:
+    """Return an encoder of a checkpoint, or of the newest one of a run."""
+    file = RunFolder(path).newest_checkpoint() if path.is_dir() else path
+    if file is None or not is_checkpoint(file):
+        raise InputError(f"{path} has no checkpoint, which alone holds two encoders: leave #{part} out.")
+    return _from_checkpoint(file, part)
+
+
+def _from_checkpoint(path: Path, part: Part = "target_encoder") -> Encoder:
+    """Return an encoder of a checkpoint; that of an objective without a target is both."""
     encoder, tensors = build_encoder(run_of_checkpoint(path).config().encoder), read_checkpoint(path).tensors
     found: dict[str, Tensor] = {}
-    for prefix in ("model.encoder.", "model.target."):
+    for prefix in ("model.encoder.", "model.target.")[: 1 if part == "encoder" else 2]:
         found = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)} or found
     if wrong := misfit(found, encoder.state_dict()):
         raise InputError(f"{path} does not fit the config.json of its run ({wrong}): restore that file.")

@@ -36,5 +36,5 @@ def with_compat(config: "TrainConfig", compat: Compat) -> "TrainConfig":
         positions=replace(positions, convention="release") if is_stop else positions,
         masks=replace(config.masks, compat="release"),
         augment=replace(augment, flip_probability=flip, blur_probability=blur, grey_probability=grey),
-        optim=replace(config.optim, decay_mask_token=True),
+        optim=replace(config.optim, decay_mask_token=True, ema_start=0.996),
     )

@@ -57,8 +57,8 @@ class OptimConfig(Checked, group="optim"):
     """AdamW's betas."""
     clip_gradient_norm: Annotated[float | None, ABOVE_ZERO] = None
     """Largest norm of the gradient; not given: no limit."""
-    ema_start: Annotated[float, FRACTION] = 0.996
-    """Momentum of the target encoder at the first step."""
+    ema_start: Annotated[float | None, FRACTION] = None
+    """Momentum of the target encoder at the first step; not given: 0.996, or 1 - 10 / steps where that is less."""
     ema_final: Annotated[float, FRACTION] = 1.0
     """Momentum of the target encoder at the last step."""
     derive: tuple[DerivedField, ...] = ()

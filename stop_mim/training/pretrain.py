@@ -21,7 +21,7 @@ from stop_mim.data.batches import Batches
 from stop_mim.data.sources import absolute_name
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
-from stop_mim.models.objective import Objective
+from stop_mim.models.objective import Objective, TargetObjective
 from stop_mim.seeds import derive_seed
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.callbacks.checkpoint import SaveRun
@@ -36,7 +36,7 @@ from stop_mim.training.distributed import Ranks, broadcast, process_group, share
 from stop_mim.training.inputs import ImageBatches, StepInputs, SyntheticImages, open_data, split_batch
 from stop_mim.training.recipes import RECIPES
 from stop_mim.training.run_folder import RunFolder, default_path
-from stop_mim.training.schedules import values_at
+from stop_mim.training.schedules import ema_start, initial_part, values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
 from stop_mim.training.trial import (
@@ -50,6 +50,8 @@ from stop_mim.training.trial import (
     take_trial_steps,
 )
 
+# Of the target encoder, at the end of a run.
+MOST_INITIAL_PART = 0.01
 CHECKPOINT_VERSION = 3
 REMEDY = "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint is not affected"
 
@@ -291,10 +293,23 @@ def run(
         usual = RECIPES[recipe]().optim if recipe in RECIPES else None
         for text in warnings_about(config.optim, parts.n_images, usual):
             display.warn(text)
+        if isinstance(parts.objective, TargetObjective):
+            warn_of_initial_part(config.optim, trainer.total_steps, display.warn)
     trainer.run(config.stop_after_steps)
     if left_out := folder.skipped():
         display.say(f"skipped    {left_out}")
     return TrainResult(folder.path, trainer.done, trainer.total_steps, trainer.loss, trainer.interrupted_by)
+
+
+def warn_of_initial_part(optim: OptimConfig, total_steps: int, warn: Callable[[str], None]) -> None:
+    """Warn if the target encoder, which is saved and evaluated, stays too near to its initial weights."""
+    part = initial_part(optim, total_steps)
+    if part > MOST_INITIAL_PART:
+        warn(
+            f"At the end of this run {part:.0%} of the target encoder will be its initial weights, because "
+            f"optim.ema_start is {ema_start(optim, total_steps):.4g} and the run has {total_steps} steps: train longer, or "
+            f"leave optim.ema_start out."
+        )
 
 
 @dataclass(frozen=True)

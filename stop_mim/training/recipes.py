@@ -89,7 +89,6 @@ def stop_tiny_imagenet() -> TrainConfig:
             start_lr=1e-4,
             final_lr=1e-5,
             warmup_epochs=10,
-            ema_start=0.996,
         ),
         checkpoint=CheckpointConfig(every_steps=1000),
     )
@@ -334,7 +333,6 @@ def data2vec_tiny_imagenet() -> TrainConfig:
         weight_decay=0.05,
         final_weight_decay=0.05,
         clip_gradient_norm=3.0,
-        ema_start=0.996,
         ema_final=0.9998,
     )
     return replace(

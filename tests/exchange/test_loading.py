@@ -238,6 +238,21 @@ def test_a_checkpoint_far_from_its_run(tmp_path):
         stop_mim.load_encoder(tmp_path / "a" / "step-1.safetensors")
 
 
+def test_both_encoders_of_a_run_can_be_named(run):
+    from stop_mim.training.checkpoint import read_checkpoint
+    from stop_mim.training.run_folder import RunFolder
+
+    newest = RunFolder(run).newest_checkpoint()
+    tensors = read_checkpoint(newest).tensors
+    for part, prefix in (("encoder", "model.encoder."), ("target_encoder", "model.target.")):
+        for name in (run, newest):
+            found = stop_mim.load_encoder(f"{name}#{part}").state_dict()
+            assert all(torch.equal(tensor, tensors[prefix + key]) for key, tensor in found.items())
+    assert not torch.equal(tensors["model.encoder.vit.norm.bias"], tensors["model.target.vit.norm.bias"])
+    with pytest.raises(InputError, match=r"encoder\.safetensors has no checkpoint"):
+        stop_mim.load_encoder(f"{run / 'encoder.safetensors'}#encoder")
+
+
 @pytest.mark.parametrize("name", ["", "timm:vit_tiny_patch16_224"])
 def test_untrained_encoders_are_the_same_every_time(run, name):
     first, again = (stop_mim.load_encoder(f"untrained:{name or run}").state_dict() for _ in range(2))

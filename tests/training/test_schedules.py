@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from stop_mim.models.build import sigma_schedule
 from stop_mim.training.config import OptimConfig, PositionsConfig
-from stop_mim.training.schedules import cosine, linear, values_at
+from stop_mim.training.pretrain import warn_of_initial_part
+from stop_mim.training.schedules import cosine, initial_part, linear, values_at
 
 STEPS_PER_EPOCH = 10
 OPTIM = OptimConfig(
@@ -55,6 +57,31 @@ def test_rate_and_decay_are_held_and_momentum_moves_on():
         assert with_hold[:121] == plain[:121]
         assert set(with_hold[120:]) == {plain[120]}
     assert curve("ema_momentum", held) == curve("ema_momentum")
+
+
+@pytest.mark.parametrize(
+    ("steps", "start"), [(291, 0.965636), (2000, 0.995), (2500, 0.996), (375_000, 0.996), (5, 0.0)]
+)
+def test_the_momentum_of_a_short_run_starts_lower(steps, start):
+    optim = OptimConfig(epochs=1, warmup_epochs=0.0)
+    assert values_at(0, steps, optim).ema_momentum == pytest.approx(start, abs=1e-6)
+    assert values_at(steps - 1, steps, optim).ema_momentum == 1
+    # exp(-5), as of a line from 1 - 10 / steps to 1; at any length below the 1% that is warned of.
+    assert initial_part(optim, steps) <= 0.0068
+
+
+def test_the_initial_part_of_the_target_is_the_product_of_all_momenta():
+    """Three epochs of Tiny ImageNet-100 in batches of 512, 291 steps: 56% with a fixed 0.996."""
+    optim = OptimConfig(epochs=3, warmup_epochs=0.0, ema_start=0.996)
+    momenta = [values_at(step, 97, optim).ema_momentum for step in range(291)]
+    assert initial_part(optim, 291) == pytest.approx(math.prod(momenta)) == pytest.approx(0.56, abs=0.005)
+    said = []
+    warn_of_initial_part(optim, 291, said.append)
+    warn_of_initial_part(replace(optim, ema_start=None), 291, said.append)
+    warn_of_initial_part(OptimConfig(), 187_500, said.append)
+    assert len(said) == 1
+    assert "56% of the target encoder" in said[0]
+    assert "ema_start is 0.996" in said[0]
 
 
 @pytest.mark.parametrize("warmup_epochs", [0.0, 1.0])
