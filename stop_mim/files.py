@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -125,7 +126,15 @@ def remove_temporaries(folder: Path, names: Iterable[str]) -> None:
     """
     for name in names:
         for temporary in folder.glob(f".{name}.????????"):
-            temporary.unlink(missing_ok=True)
+            remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

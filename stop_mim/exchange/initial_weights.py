@@ -34,7 +34,7 @@ def initialise(objective: Objective, name: str | Path) -> str:
         if newest is None:
             raise InputError(f"{path} has no checkpoint: name {path / ENCODER_FILE} to start from its encoder alone.")
         return _from_checkpoint(objective, newest)
-    if path.is_file() and path.suffix == SAFETENSORS and is_checkpoint(path):
+    if is_checkpoint(path):
         return _from_checkpoint(objective, path)
     if path.is_file() and path.suffix != SAFETENSORS and part is None:
         contents = read_pickle(path)

@@ -35,6 +35,7 @@ from stop_mim.seeds import derive_seed
 from stop_mim.training.checkpoint import FILE_FORMAT as CHECKPOINT_FORMAT
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.sharded_checkpoint import SUFFIX as SHARDED
 
 SAFETENSORS, TIMM, HUB = ".safetensors", "timm:", "hf:"
 # Keys under which training scripts other than the releases' save a model's weights.
@@ -103,10 +104,10 @@ def split_part(name: str | Path) -> tuple[Path, Part | None]:
 def run_of(name: str | Path) -> Path | None:
     """Return the run directory that an encoder belongs to; None if it is not a run's."""
     path = split_part(name)[0].resolve()
-    if path.is_dir() or path.name == ENCODER_FILE:
-        folder = path if path.is_dir() else path.parent
-    elif is_checkpoint(path):
+    if is_checkpoint(path):
         folder = path.parent.parent
+    elif path.is_dir() or path.name == ENCODER_FILE:
+        folder = path if path.is_dir() else path.parent
     else:
         return None
     run = RunFolder(folder)
@@ -114,7 +115,9 @@ def run_of(name: str | Path) -> Path | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a checkpoint of a run."""
+    """Return whether a file, or a directory of shards, is a checkpoint of a run."""
+    if path.suffix == SHARDED and path.is_dir():
+        return True
     try:
         return read_safetensors(path, tensors=False)[1].get("format") == CHECKPOINT_FORMAT
     except (InputError, OSError):
@@ -127,6 +130,8 @@ def _known() -> str:
 
 
 def _from_folder(folder: Path) -> FrozenEncoder:
+    if is_checkpoint(folder):
+        return _from_checkpoint(folder)
     if (folder / ENCODER_FILE).exists():
         return _from_safetensors(folder / ENCODER_FILE)
     config = read_config(folder)

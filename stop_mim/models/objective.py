@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
@@ -136,12 +137,17 @@ class TargetObjective(Objective):
     def move_target(self, weight: float | Float[Tensor, ""]) -> None:
         """Move the target encoder towards the encoder by this fraction; a tensor on its device causes no sync."""
         pairs = zip(self.target.parameters(), self.encoder.parameters(), strict=True)
-        moving: list[tuple[Tensor, Tensor]] = [(theirs, ours) for theirs, ours in pairs if ours.requires_grad]
+        moving = [(_own_part(theirs), _own_part(ours)) for theirs, ours in pairs if ours.requires_grad]
         if isinstance(weight, Tensor) and weight.is_cuda:
             for theirs, ours in moving:
                 theirs.lerp_(ours, weight)
         else:
             torch._foreach_lerp_([theirs for theirs, _ in moving], [ours for _, ours in moving], float(weight))
+
+
+def _own_part(parameter: Tensor) -> Tensor:
+    """Return the shard of this process; a target encoder is sharded as its encoder is, so that nothing has to be gathered."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def top_layers(

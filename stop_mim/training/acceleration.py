@@ -37,15 +37,17 @@ def accelerate(
 
     Args:
         step: the plain step; its objective is changed in place.
-        speed: where `compile` or `graph` is None, device, number of processes and `steps` decide.
+        speed: where `compile` or `graph` is None, device, number of processes and `steps` decide. Sharded models are
+            neither compiled nor captured.
         steps: length of the whole run.
         say: shows a message.
         warn: shows a warning.
         fixed_shapes: whether all batches have the same shapes. Others are compiled again and again, and not captured.
     """
     require_possible(speed, step.ranks)
-    use_fast_kernels(step.objective, speed.precision, step.ranks.device, speed.recompute)
-    worthwhile = step.ranks.device.type == "cuda" and fixed_shapes
+    sharded = speed.sharding != "none"
+    use_fast_kernels(step.objective, speed.precision, step.ranks.device, speed.recompute, calls_layers=sharded)
+    worthwhile = step.ranks.device.type == "cuda" and fixed_shapes and not sharded
     compiles = speed.compile if speed.compile is not None else worthwhile and steps >= STEPS_WORTH_COMPILING
     alone = worthwhile and step.ranks.world_size == 1
     captures = speed.graph if speed.graph is not None else alone and steps >= STEPS_WORTH_CAPTURING
@@ -55,6 +57,11 @@ def accelerate(
 
 def require_possible(speed: SpeedConfig, ranks: Ranks) -> None:
     """Raise InputError if `speed` asks for something that this device cannot do."""
+    if speed.sharding != "none" and (speed.compile or speed.graph):
+        raise InputError(
+            f"speed.sharding is {speed.sharding}: sharded models are neither compiled nor captured; leave "
+            f"speed.{'compile' if speed.compile else 'graph'} out."
+        )
     if speed.graph and (ranks.device.type != "cuda" or ranks.world_size > 1):
         raise InputError("speed.graph is True: CUDA graphs need a GPU and a single process; leave it out.")
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: written atomically, verified by a checksum when they are read."""
+"""Checkpoint files: written atomically, verified by a checksum when they are read. Sharded ones are directories."""
 
 import hashlib
 import json
@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
-from stop_mim.files import read_safetensors, write_atomically
+from stop_mim.files import read_safetensors, remove, write_atomically
+from stop_mim.training.distributed import sharded_like
+from stop_mim.training.sharded_checkpoint import SUFFIX, read_sharded
 
 FILE_VERSION = 1
 FILE_FORMAT = f"stop-mim checkpoint {FILE_VERSION}"
@@ -47,10 +49,13 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify a checkpoint; raise InputError if the file is not a good one.
 
-    The tensors are mapped: the file keeps its space on the disk until they are gone, even if it is deleted.
+    The tensors are mapped: the file keeps its space on the disk until they are gone, even if it is deleted. Those of a
+    sharded checkpoint are put together in memory.
     """
     remedy = "resume from an older one with --checkpoint FILE, or start a new run"
     try:
+        if path.suffix == SUFFIX:
+            return Checkpoint(*read_sharded(path))
         tensors, metadata = read_safetensors(path)
     except (InputError, OSError) as error:
         reason = str(error).rstrip(".")
@@ -93,17 +98,18 @@ def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.o
             # AdamW keeps its step counters, the only scalars, on the CPU unless it is fused.
             stays_on_cpu = not tensor.dim() and not optimiser.defaults.get("fused")
             device = tensor.device if stays_on_cpu else parameter.device
-            optimiser.state[parameter][key] = tensor.to(device, copy=True)
+            optimiser.state[parameter][key] = sharded_like(parameter, tensor.to(device, copy=True))
 
 
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the file of the checkpoint after so many steps."""
-    return folder / f"step-{step:08d}.safetensors"
+def checkpoint_path(folder: Path, step: int, suffix: str = ".safetensors") -> Path:
+    """Return the file of the checkpoint after so many steps, or the directory of a sharded one."""
+    return folder / f"step-{step:08d}{suffix}"
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Return the checkpoints of a directory by step, oldest first."""
-    files = {path.stem.removeprefix("step-"): path for path in folder.glob("step-*.safetensors")}
+    found = [path for suffix in (SUFFIX, ".safetensors") for path in folder.glob(f"step-*{suffix}")]
+    files = {path.stem.removeprefix("step-"): path for path in found}
     return dict(sorted((int(step), path) for step, path in files.items() if step.isdecimal()))
 
 
@@ -112,7 +118,7 @@ def prune_checkpoints(folder: Path, keep: int, milestone_every_steps: int | None
     steps = checkpoints_in(folder)
     for step in list(steps)[:-keep]:
         if milestone_every_steps is None or step % milestone_every_steps:
-            steps[step].unlink(missing_ok=True)
+            remove(steps[step])
 
 
 def _checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

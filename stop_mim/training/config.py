@@ -20,6 +20,7 @@ from stop_mim.constraints import (
     Checked,
     Each,
     Number,
+    OnlyWith,
     Percentage,
 )
 from stop_mim.errors import InputError
@@ -27,6 +28,7 @@ from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConf
 from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
 
 DerivedField = Literal["batch_size", "epochs", "lr", "start_lr", "final_lr", "warmup_epochs"]
+Sharding = Literal["none", "full", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ class SpeedConfig(Checked, group="speed"):
     """Compile the objective with torch.compile; not given: on a GPU, for runs of at least 500 steps."""
     graph: bool | None = None
     """Capture the step as one CUDA graph; not given: on a single GPU, for runs of at least 20 steps."""
+    sharding: Sharding = "none"
+    """Spread the weights over the processes: full: over all (FSDP2); hybrid: over those of a machine (HSDP); none: DDP."""
+    reshard: Annotated[bool, OnlyWith("speed.sharding", ("full", "hybrid"))] = True
+    """Free gathered weights after a layer's forward pass: less memory, a third more communication."""
     recompute: bool = False
     """Recompute activations of the layers in the backward pass: less memory, about a third slower."""
 

@@ -2,16 +2,21 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.errors import InputError
+from stop_mim.training.config import Sharding
 
 
 @dataclass(frozen=True)
@@ -30,21 +35,27 @@ class Ranks:
 
 
 @contextmanager
-def process_group(device_name: str = "auto") -> Iterator[Ranks]:
+def process_group(device_name: str = "auto", alone_too: bool = False) -> Iterator[Ranks]:
     """Join the process group if torchrun started several processes; an existing group is used as it is.
 
-    Several runs in one process need one such context around them: torch cannot join the same group twice.
+    Several runs in one process need one such context around them: torch cannot join the same group twice. A single
+    process gets a group of its own if it is asked for with `alone_too`.
     """
     joined, local_rank = dist.is_initialized(), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(device_name, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size == 1:
+    if world_size == 1 and not alone_too:
         yield Ranks(0, 1, 1, device)
         return
     if not joined:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # Sharded checkpoints are saved from the CPU's memory, in the background.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
     try:
         yield Ranks(dist.get_rank(), world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device)
     finally:
@@ -73,11 +84,103 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def share(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Wrap the model so that gradients are averaged over all processes. Sharded training would go here."""
+def share(
+    model: nn.Module, ranks: Ranks, sharding: Sharding = "none", half: bool = False, reshard: bool = True
+) -> nn.Module:
+    """Make gradients the mean over all processes; with sharding, also spread the weights over them.
+
+    Args:
+        model: the same weights in every process.
+        ranks: this process among all.
+        sharding: "none": every process has all weights (DDP); "full" and "hybrid": see `SpeedConfig.sharding` (FSDP2).
+        half: gather the sharded weights of layers in bf16, on a GPU. What is updated, and gradients, stay fp32.
+        reshard: gather sharded weights again for the backward pass.
+    """
+    if sharding != "none":
+        return shard(model, device_mesh(ranks, sharding), half and ranks.device.type == "cuda", reshard)
     if ranks.world_size == 1:
         return model
     return DistributedDataParallel(model, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+
+
+def device_mesh(ranks: Ranks, sharding: Sharding) -> DeviceMesh:
+    """Return the processes as a line, or as a grid of hosts and of the processes on one."""
+    if sharding == "full":
+        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
+    if ranks.world_size % ranks.processes_on_host:
+        raise InputError(
+            f"speed.sharding is hybrid and {ranks.world_size} processes are no multiple of the {ranks.processes_on_host} on "
+            "this machine: start the same number on every machine."
+        )
+    shape = (ranks.world_size // ranks.processes_on_host, ranks.processes_on_host)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, half: bool = False, reshard: bool = True) -> nn.Module:
+    """Shard all weights in place, layer by layer, so that only the layer that is computed is whole."""
+    # Inputs are left to autocast.
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        if half
+        else MixedPrecisionPolicy()
+    )
+    for layer in [module for module in model.modules() if isinstance(module, Block)]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # The rest is small: embeddings, positions and A stay fp32, and with them the sums that run through the layers.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_cut_to_shards)
+        if isinstance(module, FSDPModule):
+            module.reshards = reshard and module is not model  # type: ignore[assignment]
+    return model
+
+
+def _cut_to_shards(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+    """Let `load_state_dict` of a sharded module take whole tensors."""
+    for name, parameter in module._parameters.items():
+        whole = tensors.get(prefix + name)
+        if isinstance(parameter, DTensor) and whole is not None:
+            tensors[prefix + name] = sharded_like(parameter, whole)
+
+
+def sharded_like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Return this process's shard of a tensor if the parameter is sharded, or else the tensor; nothing is sent."""
+    if not isinstance(parameter, DTensor) or isinstance(whole, DTensor) or whole.shape != parameter.shape:
+        return whole
+    on_device = whole.to(parameter.to_local().device)
+    return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether the weights of a model are spread over the processes."""
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Gather all weights of a sharded model, so that each process can use it alone; all of them must enter."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    half = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    try:
+        with torch.autocast("cuda", torch.bfloat16) if half else nullcontext():
+            yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(bool(part.reshards), recurse=False)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor, in the same memory, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor of which this process may have a shard; all processes must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def reduce_mean(value: Tensor, ranks: Ranks) -> Tensor:

@@ -21,10 +21,11 @@ from stop_mim.data.batches import Batches
 from stop_mim.data.sources import absolute_name
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
+from stop_mim.models.kernels.fast import is_half
 from stop_mim.models.objective import Objective, TargetObjective
 from stop_mim.seeds import derive_seed
 from stop_mim.training.acceleration import accelerate, autocast_for
-from stop_mim.training.callbacks.checkpoint import SaveRun
+from stop_mim.training.callbacks.checkpoint import SaveRun, SaveShardedRun
 from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
 from stop_mim.training.callbacks.probe import ProbeData, RunProbe, make_probe, open_probe_data
@@ -32,7 +33,7 @@ from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, 
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import OptimConfig, SpeedConfig, TrainConfig
 from stop_mim.training.derived import derive, warnings_about
-from stop_mim.training.distributed import Ranks, broadcast, process_group, share, wait_for_all
+from stop_mim.training.distributed import Ranks, broadcast, is_sharded, process_group, share, wait_for_all
 from stop_mim.training.inputs import ImageBatches, StepInputs, SyntheticImages, open_data, split_batch
 from stop_mim.training.recipes import RECIPES
 from stop_mim.training.run_folder import RunFolder, default_path
@@ -87,7 +88,7 @@ def train(
         initialise: loads initial weights into the objective, and returns a description of them.
     """
     check_effects(config)
-    with process_group(config.speed.device) as ranks:
+    with process_group(config.speed.device, config.speed.sharding != "none") as ranks:
         folder = RunFolder(Path(broadcast(str(config.out or default_path(recipe)), ranks)))
         folder.require_new()
         if ranks.is_main:
@@ -135,7 +136,7 @@ def resume(
             f"{path} was to begin with {weights}, which was never saved: start it again with another --out."
         )
     with (
-        process_group(config.speed.device) as ranks,
+        process_group(config.speed.device, config.speed.sharding != "none") as ranks,
         folder.lock(ranks.is_main),
         ProgressDisplay(console, ranks.is_main, folder.log) as display,
     ):
@@ -249,12 +250,14 @@ def prepare(
     measuring: list[Callback] = [WatchHealth(objective, log.health_every_steps, display.warn)]
     if probe_data is not None:
         measuring.append(open_probe(parts, probe_data, folder, display))
+    kind = SaveShardedRun if is_sharded(objective) else SaveRun
+    saving = kind(folder, config.checkpoint, steps_per_epoch, objective.frozen, identity)
     parts.trainer.callbacks += [
         *measuring,
         RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, measuring, log.tensorboard),
         ShowProgress(partial(display.update, "training")),
         RecordStatus(folder),
-        SaveRun(folder, config.checkpoint, steps_per_epoch, objective.frozen, identity),
+        saving,
     ]
     return parts
 
@@ -348,10 +351,12 @@ def assemble(
     total_steps = optim.epochs * steps_per_epoch
     torch.manual_seed(derive_seed(config.seed, "weights"))
     objective = build_objective(config, total_steps).to(device)
+    speed = config.speed
+    model = share(objective, ranks, speed.sharding, is_half(speed.precision, device), speed.reshard)
     optimiser = make_optimiser(objective, optim, device)
-    autocast = autocast_for(config.speed.precision, device)
+    autocast = autocast_for(speed.precision, device)
     step = TrainingStep(
-        share(objective, ranks),
+        model,
         objective,
         optimiser,
         ranks,
@@ -361,7 +366,7 @@ def assemble(
     )
     trainer = Trainer(
         # Decided by the length of the whole run, so that a resumed session computes as the first one did.
-        step=accelerate(step, config.speed, total_steps, say, warn, inputs.masks.has_fixed_counts),
+        step=accelerate(step, speed, total_steps, say, warn, inputs.masks.has_fixed_counts),
         batches=partial(inputs.starting_at, images),
         schedule=lambda step: values_at(step, steps_per_epoch, optim),
         total_steps=total_steps,
@@ -410,7 +415,7 @@ def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: Progre
     complaint = broadcast(complaint, ranks)
     if complaint is not None:
         raise InputError(complaint)
-    return RunProbe(config.probe, probe, data.fingerprint, display)
+    return RunProbe(config.probe, probe, data.fingerprint, display, parts.objective)
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:

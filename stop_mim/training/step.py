@@ -18,7 +18,7 @@ from stop_mim.models.objective import Objective
 from stop_mim.models.predictor import Noise
 from stop_mim.seeds import derive_seed
 from stop_mim.training.config import OptimConfig
-from stop_mim.training.distributed import Ranks, reduce_mean
+from stop_mim.training.distributed import Ranks, local_part, reduce_mean, whole_tensor
 from stop_mim.training.schedules import ScheduledValues
 
 MaskedBatches = Sequence[tuple[Float[Tensor, "batch 3 height width"], Masks]]
@@ -163,7 +163,7 @@ class TrainingStep:
     def _update(self, norm: Float[Tensor, ""], finite: Bool[Tensor, ""]) -> None:
         if self.clip_gradient_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._learned, self.clip_gradient_norm, norm)
-        torch._foreach_mul_(self._decaying, torch.where(finite, self._kept, 1.0))
+        torch._foreach_mul_([local_part(one) for one in self._decaying], torch.where(finite, self._kept, 1.0))
         # As a gradient scaler does: with found_inf set, the optimiser's kernel changes nothing.
         self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimiser.step()
@@ -173,4 +173,4 @@ class TrainingStep:
 def gradient_norm(objective: Objective) -> Float[Tensor, ""]:
     """Return the norm of all gradients together."""
     gradients = [parameter.grad for parameter in objective.parameters() if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+    return whole_tensor(torch.nn.utils.get_total_norm(gradients))

@@ -36,7 +36,7 @@ class Callback:
     """
 
     name: ClassVar[str] = ""
-    on_every_rank: ClassVar[bool] = False
+    on_every_rank: bool = False
 
     def start(self, trainer: "Trainer") -> None:
         """Prepare for the first step of this session."""

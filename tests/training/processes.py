@@ -59,10 +59,12 @@ def _rank(rank, count, port, failures, function, arguments):
         raise
 
 
-def train_in(folder, config, resumes=False, shard_images=None):
+def train_in(folder, config, resumes=False, shard_images=None, processes_on_host=None):
     """Train a new run, or continue one, in this process of several."""
     from stop_mim.training import pretrain, step
 
+    if processes_on_host is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(processes_on_host)
     if shard_images is not None:
         step.SHARD_IMAGES = shard_images
     quiet = Console(file=io.StringIO())

@@ -14,7 +14,9 @@ def is_half(precision: str, device: torch.device) -> bool:
     return precision == "bf16" or (precision == "auto" and device.type == "cuda")
 
 
-def use_fast_kernels(objective: Objective, precision: str, device: torch.device, recompute: bool = False) -> None:
+def use_fast_kernels(
+    objective: Objective, precision: str, device: torch.device, recompute: bool = False, calls_layers: bool = False
+) -> None:
     """Replace parts of an objective by faster ones with the same weights and names of weights.
 
     In bf16 on a GPU, attention runs in one kernel for short sequences, and I-JEPA's target encoder runs in bf16 throughout
@@ -25,9 +27,10 @@ def use_fast_kernels(objective: Objective, precision: str, device: torch.device,
         precision: "auto", "bf16" or "fp32".
         device: where it trains.
         recompute: keep no activations inside layers and compute them again for the gradient: less memory, slower.
+        calls_layers: whether layers must be called as modules, because hooks gather their weights.
     """
     if device.type == "cuda" and is_half(precision, device):
-        if isinstance(objective, IJEPA) and has_frozen_forward(objective.target):
+        if isinstance(objective, IJEPA) and has_frozen_forward(objective.target) and not calls_layers:
             objective.tokens_at = frozen_tokens
         for module in list(objective.modules()):
             attention = getattr(module, "attn", None)

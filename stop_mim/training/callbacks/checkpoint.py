@@ -1,13 +1,21 @@
-"""Checkpoints: written every so many steps and when a session ends."""
+"""Checkpoints: written every so many steps and when a session ends; those of sharded models in the background."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import Encoder, save_encoder
-from stop_mim.training.checkpoint import checkpoint_path, prune_checkpoints, save_checkpoint
+from stop_mim.training.checkpoint import Checkpoint, checkpoint_path, prune_checkpoints, save_checkpoint
 from stop_mim.training.config import CheckpointConfig
+from stop_mim.training.distributed import wait_for_all, whole_tensor
 from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.sharded_checkpoint import SUFFIX, begin_save, finish_save
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
 
@@ -64,3 +72,79 @@ class SaveRun(SaveCheckpoint):
         save_encoder(self.encoder, self.folder.encoder_file)
         prune_checkpoints(self.path, self.keep, self.milestone_steps)
         self.folder.log(f"Saved step {trainer.done}.")
+
+
+class SaveShardedRun(SaveRun):
+    """Saves the shards of all processes in the background, while the training goes on.
+
+    A checkpoint gets its name when all of it is on the disk. The next save, and the end of the session, wait for it.
+    """
+
+    on_every_rank = True
+
+    def __init__(
+        self, folder: RunFolder, config: CheckpointConfig, steps_per_epoch: int, encoder: Encoder, run: dict[str, Any]
+    ) -> None:
+        super().__init__(folder, config, steps_per_epoch, encoder, run)
+        self._background = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Any] | None = None
+        self._group: Any = None
+
+    def start(self, trainer: Trainer) -> None:
+        # The processes wait for one another here while the training uses the other group.
+        self._group = dist.new_group(backend="gloo")
+        if trainer.done:
+            encoder = self._whole_encoder()
+            if trainer.ranks.is_main:
+                self._save_encoder(encoder)
+        elif self.folder.initial_weights() is not None:
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        self._wait()
+        checkpoint, path = trainer.checkpoint(self.run), checkpoint_path(self.path, trainer.done, SUFFIX)
+        # Named as temporary files are, so that what a killed run leaves behind is removed.
+        unfinished = path.with_name(f".{path.name}.unsaved_")
+        if trainer.ranks.is_main:
+            unfinished.mkdir(parents=True, exist_ok=True)
+        wait_for_all(trainer.ranks)
+        self._pending = begin_save(checkpoint.tensors, unfinished, self._group)
+        encoder = self._whole_encoder()
+        if trainer.ranks.is_main:
+            self._pending = self._background.submit(self._publish, self._pending, checkpoint, unfinished, path, encoder)
+
+    def end(self, trainer: Trainer) -> None:
+        try:
+            self._wait()
+        except Exception:
+            # An error that ended the training says more.
+            if trainer.error is None:
+                raise
+        finally:
+            self._background.shutdown()
+
+    def _publish(
+        self, writing: Future[Any], checkpoint: Checkpoint, unfinished: Path, path: Path, encoder: dict[str, Tensor]
+    ) -> None:
+        """Wait until all processes have written, then make the checkpoint and its encoder visible."""
+        writing.result()
+        finish_save(unfinished, path, checkpoint.step, checkpoint.state)
+        self._save_encoder(encoder)
+        prune_checkpoints(self.path, self.keep, self.milestone_steps)
+        self.folder.log(f"Saved step {checkpoint.step}.")
+
+    def _wait(self) -> None:
+        """Wait for the save that is under way; raise what went wrong."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def _whole_encoder(self) -> dict[str, Tensor]:
+        """Gather the encoder, tensor by tensor; all processes must ask for it."""
+        return {name: whole_tensor(tensor).detach().cpu() for name, tensor in self.encoder.state_dict().items()}
+
+    def _save_encoder(self, tensors: dict[str, Tensor]) -> None:
+        with torch.device("meta"):
+            encoder = build_encoder(self.folder.config().encoder)
+        encoder.load_state_dict(tensors, assign=True)
+        save_encoder(encoder, self.folder.encoder_file)

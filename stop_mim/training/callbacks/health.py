@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stop_mim.models.objective import Objective
 from stop_mim.training.callbacks.probe import evaluation_mode
+from stop_mim.training.distributed import gathered, is_sharded
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
 
@@ -121,6 +122,8 @@ class WatchHealth(Callback):
 
     def __init__(self, objective: Objective, every_steps: int, warn: Callable[[str], None]) -> None:
         self.objective, self.every_steps, self.warn = objective, every_steps, warn
+        # All processes gather the weights of a sharded model; the main one measures.
+        self.on_every_rank = is_sharded(objective)
         self.first: HealthSigns | None = None
         self._known: set[str] = set()
 
@@ -130,9 +133,11 @@ class WatchHealth(Callback):
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
         if not (self.reads(trainer.done) or trainer.done == trainer.end):
             return
-        signs = measure_health(self.objective, batch[0][0])
-        trainer.measurements |= {f"health/{name}": value for name, value in asdict(signs).items()}
-        self.judge(signs)
+        with gathered(self.objective):
+            signs = measure_health(self.objective, batch[0][0]) if trainer.ranks.is_main else None
+        if signs is not None:
+            trainer.measurements |= {f"health/{name}": value for name, value in asdict(signs).items()}
+            self.judge(signs)
 
     def judge(self, signs: HealthSigns) -> None:
         """Warn of new symptoms."""

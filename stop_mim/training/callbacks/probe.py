@@ -28,11 +28,13 @@ from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.neighbours import knn_votes
+from stop_mim.models.objective import Objective
 from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
 from stop_mim.training.config import ProbeConfig
+from stop_mim.training.distributed import gathered, is_sharded
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
 
@@ -283,24 +285,35 @@ class RunProbe(Callback):
     name = "probe"
 
     def __init__(
-        self, config: ProbeConfig, probe: OnlineProbe | None, fingerprint: str, display: ProgressDisplay
+        self,
+        config: ProbeConfig,
+        probe: OnlineProbe | None,
+        fingerprint: str,
+        display: ProgressDisplay,
+        objective: Objective,
     ) -> None:
         self.config, self.probe, self.fingerprint, self.display = config, probe, fingerprint, display
+        self.objective = objective
+        # All processes gather the weights of a sharded model; the main one uses them.
+        self.on_every_rank = is_sharded(objective)
 
     def start(self, trainer: Trainer) -> None:
-        assert self.probe is not None
-        self.display.say(f"probe      {self.config.data}; {self.probe.description}")
+        if self.probe is not None:
+            self.display.say(f"probe      {self.config.data}; {self.probe.description}")
 
     def reads(self, step: int) -> bool:
         return step % self.config.score_every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        assert self.probe is not None
         step = trainer.done
-        if step % self.config.every_steps == 0:
-            self.probe.learn(step // self.config.every_steps)
-        if self.reads(step) or step == trainer.total_steps:
-            trainer.measurements |= self.probe.score()
+        learns, scores = step % self.config.every_steps == 0, self.reads(step) or step == trainer.total_steps
+        if not (learns or scores):
+            return
+        with gathered(self.objective):
+            if self.probe is not None and learns:
+                self.probe.learn(step // self.config.every_steps)
+            if self.probe is not None and scores:
+                trainer.measurements |= self.probe.score()
 
     def state(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint}
