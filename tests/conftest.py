@@ -21,12 +21,14 @@ install_import_hook([f"stop_mim.{name}" for name in SHAPED], CHECKER)
 REAL_DATA = Path(os.environ.get("STOP_MIM_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that are marked gpu where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests that are marked gpu where there is none, and those marked slow unless they are asked for."""
+    skipped = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    skipped |= {} if "slow" in config.option.markexpr else {"slow": "takes minutes: pytest -m slow"}
+    for item in items:
+        for marker, reason in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

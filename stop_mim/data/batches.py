@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count, repeat
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -54,6 +54,8 @@ PIECES_AHEAD = 4
 _READ_TOGETHER, _CUT_TOGETHER = 32, 2**17
 _GPU_BATCHES_AHEAD = 3
 _COPIES_AHEAD = 2
+# Batches whose blocks are fetched before they are read.
+_FETCHED_AHEAD = 32
 
 
 Bad = tuple[int, str]
@@ -138,6 +140,8 @@ class Batches:
         """Yield batches, beginning with the one of that number; close the generator to end its workers early."""
         numbers = count(batch) if self.order.length is None else range(batch, self.order.length)
         requests = (_Request(self.order.epoch_of(number), self.order.indices(number)) for number in numbers)
+        if self.source.blocks is not None:
+            requests = _fetched(requests, self.source)
         with closing(self._reader.read(requests)) as batches:
             for read in batches:
                 for description in read.bad:
@@ -231,6 +235,22 @@ class Batches:
         return None, obstacle if self.device.type == "cuda" else ""
 
 
+def _fetched(requests: Iterator[_Request], source: ImageSource) -> Generator[_Request, None, None]:
+    """Yield the requests once their blocks are here; those of later ones are fetched meanwhile."""
+    waiting: deque[tuple[_Request, Future[None]]] = deque()
+    with ThreadPoolExecutor(1, "fetch") as fetcher:
+        try:
+            for request in chain(requests, repeat(None, _FETCHED_AHEAD)):
+                if request is not None:
+                    waiting.append((request, fetcher.submit(source.fetch, request.indices.numpy())))
+                if waiting and (request is None or len(waiting) > _FETCHED_AHEAD):
+                    ready, fetched = waiting.popleft()
+                    fetched.result()
+                    yield ready
+        finally:
+            fetcher.shutdown(cancel_futures=True)
+
+
 def choose_mode(
     source: ImageSource, order: Order, placement: Placement, device: torch.device, size: tuple[int, int] | None
 ) -> Literal["resident", "streaming"]:
@@ -259,7 +279,8 @@ def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
 
 def are_jpegs(source: ImageSource) -> bool:
     """Whether most images of a source are usual JPEGs, judged by up to 64 evenly spread ones."""
-    looked_at = range(0, len(source), max(1, len(source) // JPEGS_LOOKED_AT))
+    near = len(source) if source.blocks is None else int(source.blocks[0])
+    looked_at = range(0, near, max(1, near // JPEGS_LOOKED_AT))
     found = 0
     for index in looked_at:
         with suppress(BadImage):

@@ -87,23 +87,24 @@ def _write(path: Path, write: Callable[[Path], Record | None], checked: bool) ->
         record.update(bytes=draft.stat().st_size, checksum=_checksum(draft) if checked else None)
 
     # The record comes last: without it the file is not there.
-    _record_path(path).unlink(missing_ok=True)
+    record_path(path).unlink(missing_ok=True)
     write_atomically(path, fill)
     text = json.dumps(record)
-    write_atomically(_record_path(path), lambda draft: draft.write_text(text + "\n"))
+    write_atomically(record_path(path), lambda draft: draft.write_text(text + "\n"))
     # As JSON gives it back.
     return json.loads(text)
 
 
 def _read(path: Path, checked: bool, is_valid: Callable[[Record], bool]) -> Record | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads(_record_path(path).read_text())
+        record = json.loads(record_path(path).read_text())
         same = record["bytes"] == path.stat().st_size and (not checked or record["checksum"] == _checksum(path))
         return record if same and is_valid(record) else None
     return None
 
 
-def _record_path(path: Path) -> Path:
+def record_path(path: Path) -> Path:
+    """Return the record of a cached file."""
     return path.with_name(path.name + ".json")
 
 
@@ -135,11 +136,16 @@ def download_folder() -> Path:
 
 def decoded_limit() -> int:
     """Return the largest set of decoded images that is cached, in bytes: $STOP_MIM_DECODED_GIB or 4 GiB; 0 is none."""
-    given = os.environ.get("STOP_MIM_DECODED_GIB") or str(DECODED_GIB)
+    return gib_from("STOP_MIM_DECODED_GIB", DECODED_GIB)
+
+
+def gib_from(variable: str, default: float) -> int:
+    """Return the bytes that an environment variable gives as a number of GiB."""
+    given = os.environ.get(variable) or str(default)
     try:
         limit = float(given)
     except ValueError:
         limit = math.nan
     if not 0 <= limit < math.inf:
-        raise InputError(f"STOP_MIM_DECODED_GIB is '{given}': give a number of GiB, or 0 to cache no decoded images.")
+        raise InputError(f"{variable} is '{given}': give a number of GiB; 0 keeps nothing.")
     return int(limit * 2**30)

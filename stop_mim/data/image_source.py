@@ -27,6 +27,8 @@ class ImageSource(ABC):
     """Name of the published layout that the data have, such as "places205"; "" if none."""
     ignored: Mapping[str, int] = {}
     """Files beside the images that are none, by their extension: how many there are."""
+    blocks: Int[np.ndarray, " blocks"] | None = None
+    """The end of each part that is fetched as a whole, where images are far away; None if any image can be read at once."""
     no_labels = ""
     """Why the images have no labels, where that needs a reason."""
 
@@ -55,6 +57,10 @@ class ImageSource(ABC):
     def image_name(self, index: int) -> str:
         """The name of the image in lists of images: its file's name where it has one, with / between folders."""
         return str(index)
+
+    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
+        """Bring the blocks of these images near, ahead of their use."""
+        return None
 
     def encoded(self, index: int) -> bytes | None:
         """The image as it is stored, or None if it is not stored in a file format; raises BadImage."""
@@ -108,7 +114,12 @@ def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 heig
 
 
 def common_size(source: ImageSource, images: np.ndarray | None = None) -> tuple[int, int] | None:
-    """Return the size of all images (or of some), judged by up to 256 evenly spread ones; None if sizes differ."""
+    """Return the size of all images (or of some), judged by up to 256 evenly spread ones.
+
+    None if sizes differ, or if the images are far away.
+    """
+    if source.blocks is not None:
+        return None
     numbers = np.arange(len(source)) if images is None else images
     sizes = set()
     for index in numbers[:: max(1, len(numbers) // SIZES_LOOKED_AT)].tolist():

@@ -11,6 +11,8 @@ from stop_mim.errors import InputError
 from stop_mim.seeds import seeded_generator
 
 LEAST_IMAGES_A_BATCH = 2
+BLOCKS_TOGETHER = 16
+"""Blocks whose images are mixed, where images are read block by block."""
 
 
 @runtime_checkable
@@ -43,6 +45,8 @@ class ShuffledOrder:
         batches_per_step: batches that make one step (gradient accumulation); an epoch is a whole number of steps.
         drop_last: leave out the rest of an epoch. Otherwise the rest is the last batch; where it would leave a rank with
             too few images, it joins the batch before.
+        blocks: the end of each block of the source, where images must be read block by block: the blocks are shuffled, and
+            the images of about 16 successive blocks are mixed.
     """
 
     length: int | None = None
@@ -56,10 +60,12 @@ class ShuffledOrder:
         world_size: int = 1,
         batches_per_step: int = 1,
         drop_last: bool = True,
+        blocks: Int[np.ndarray, " blocks"] | None = None,
     ) -> None:
         if batch_size < 1:
             raise InputError(f"batch_size is {batch_size}: give a number above zero.")
         self.images = _positions(images)
+        self._block = None if blocks is None else np.searchsorted(blocks, self.images, side="right")
         self.seed, self.rank, self.world_size, self.drop_last = seed, rank, world_size, drop_last
         n_images = len(self.images)
         self._together = batch_size * world_size
@@ -93,7 +99,13 @@ class ShuffledOrder:
 
     def _permutation(self, epoch: int) -> Int[Tensor, " n"]:
         if self._cached[0] != epoch:
-            order = torch.randperm(len(self.images), generator=seeded_generator("cpu", self.seed, "order", epoch))
+            generator = seeded_generator("cpu", self.seed, "order", epoch)
+            if self._block is None:
+                order = torch.randperm(len(self.images), generator=generator)
+            else:
+                turn = torch.randperm(int(self._block.max()) + 1, generator=generator)
+                delay = BLOCKS_TOGETHER * torch.rand(len(self.images), generator=generator, dtype=torch.float64)
+                order = (turn[self._block] + delay).argsort(stable=True)
             self._cached = (epoch, torch.from_numpy(self.images)[order])
         return self._cached[1]
 

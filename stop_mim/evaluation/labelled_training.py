@@ -88,7 +88,8 @@ class LabelledTraining(Callback, ABC):
         rank, count = self.ranks.rank, self.ranks.world_size
         if batch_size % count:
             raise InputError(f"batch_size is {batch_size}: it must be a multiple of {count}, the number of processes.")
-        self.order = ShuffledOrder(used.indices, batch_size // count, self.seed, rank, count, drop_last=False)
+        blocks = used.source.blocks
+        self.order = ShuffledOrder(used.indices, batch_size // count, self.seed, rank, count, 1, False, blocks)
         self.steps_per_epoch = self.order.batches_per_epoch
 
     @abstractmethod

@@ -77,7 +77,7 @@ class StepInputs:
         source, size = open_data(config), (self.per_device, config.seed, ranks.rank, ranks.world_size)
         return Batches(
             source,
-            ShuffledOrder(len(source), *size, self.batches_per_step),
+            ShuffledOrder(len(source), *size, self.batches_per_step, blocks=source.blocks),
             RandomCrop(config.augment, encoder.image_size, encoder.mean, encoder.std),
             Placement(speed.loader, speed.decode, workers_for(speed, ranks), ranks.processes_on_host),
             ranks.device,

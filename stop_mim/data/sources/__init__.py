@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from stop_mim.data.image_source import ImageSource
+from stop_mim.data.remote import is_url
 from stop_mim.errors import InputError
 from stop_mim.registry import Registry
 
@@ -46,8 +47,8 @@ def open_source(name: str, split: str = "train") -> ImageSource:
 def absolute_name(name: str) -> str:
     """Return the name of a dataset with an absolute path, if it is a path, so that it is valid in any directory."""
     kind = find_kind(name)
-    path = os.path.abspath(os.path.expanduser(name.removeprefix(kind.prefix)))
-    return kind.prefix + path if kind.is_path else name
+    path = name.removeprefix(kind.prefix)
+    return kind.prefix + os.path.abspath(os.path.expanduser(path)) if kind.is_path and not is_url(path) else name
 
 
 def find_kind(name: str) -> type[SourceKind]:

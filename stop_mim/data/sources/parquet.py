@@ -1,14 +1,16 @@
 """Images in Arrow columns, as Hugging Face lays them out, and parquet files of them.
 
-Parquet files are held in memory when small, otherwise converted once to a memory-mapped Arrow file in the cache.
+Parquet files are held in memory when small, otherwise converted once to a memory-mapped Arrow file in the cache. Files at
+URLs are converted one at a time, when they are needed.
 """
 
 import glob
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from jaxtyping import Int
 
 from stop_mim.data.cache import cached_file
 from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import SAMPLES_A_FILE, ImageSource, class_labels, digest, file_identity, locate
+from stop_mim.data.order import BLOCKS_TOGETHER
+from stop_mim.data.remote import RemoteFile, attempted, find_files, is_url
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.splits import SPLIT_NAMES, choose_split
 from stop_mim.errors import InputError, first_line
@@ -36,18 +41,18 @@ _LABEL_COLUMNS = ("label", "fine_label", "labels")
 
 @SOURCES.register("parquet")
 class ParquetKind(SourceKind):
-    """Parquet files by path or glob; for a folder of them see `folder`."""
+    """Parquet files by path, URL or glob; for a folder of them see `folder`."""
 
-    help = "a parquet file (or a glob or folder of them)"
+    help = "a parquet file (or a URL, a glob or a folder of them)"
     is_path = True
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        return name.lower().endswith(".parquet") and bool(_paths(name))
+        return name.lower().endswith(".parquet") and (is_url(name) or bool(_paths(name)))
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        return ParquetSource(_paths(name), name)
+        return ParquetSource(find_files([name]) if is_url(name) else _paths(name), name)
 
 
 def _paths(name: str) -> list[Path]:
@@ -74,9 +79,14 @@ class TableSource(ImageSource):
             self._cells = ImageCells(self.load_column())
         return self._cells
 
+    def cells_of(self, index: int) -> tuple["ImageCells", int]:
+        """The cells that hold an image, and its row there."""
+        return self.open_cells(), index
+
     def encoded(self, index: int) -> bytes:
+        cells, row = self.cells_of(index)
         try:
-            found, path = self.open_cells().read(index)
+            found, path = cells.read(row)
             if found is not None:
                 return found
             if path is None:
@@ -87,7 +97,8 @@ class TableSource(ImageSource):
             raise BadImage(self.describe(index), getattr(error, "strerror", None) or str(error)) from error
 
     def image_name(self, index: int) -> str:
-        return self.open_cells().path(index) or f"row-{index}"
+        cells, row = self.cells_of(index)
+        return cells.path(row) or f"row-{index}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_cells"}
@@ -176,7 +187,7 @@ def _class_names(schema: pa.Schema, column: str | None) -> tuple[str, ...]:
 class ParquetSource(TableSource):
     """The rows of parquet files, one file after the other."""
 
-    def __init__(self, paths: list[Path], name: str) -> None:
+    def __init__(self, paths: Sequence[Path | RemoteFile], name: str) -> None:
         footers = [_read_footer(path) for path in paths]
         self._ends = np.cumsum([rows for rows, _ in footers])
         if not self._ends[-1]:
@@ -191,7 +202,11 @@ class ParquetSource(TableSource):
                     )
         self.paths = paths
         super().__init__(name, *(({}, ()) if labels is None else read_classes(self._read(labels), schema)))
-        self.open_cells()
+        self._fetched: dict[int, ImageCells] = {}
+        if isinstance(paths[0], RemoteFile):
+            self.blocks = self._ends
+        else:
+            self.open_cells()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -200,8 +215,35 @@ class ParquetSource(TableSource):
         file, row = locate(self._ends, index)
         return f"{self.paths[file]}#{row}"
 
+    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
+        for file in np.unique(np.searchsorted(self._ends, indices, side="right")).tolist():
+            self._fetch(file)
+
+    def cells_of(self, index: int) -> tuple[ImageCells, int]:
+        if self.blocks is None:
+            return super().cells_of(index)
+        file, row = locate(self._ends, index)
+        return self._fetch(file), row
+
+    def _fetch(self, file: int) -> ImageCells:
+        """Return the cells of a file at a URL, converted to an Arrow file in the cache."""
+        path = self.paths[file]
+        if file not in self._fetched and isinstance(path, RemoteFile):
+            arrow = path.fetched(".arrow", partial(self._convert, [path]))
+            self._fetched[file] = ImageCells(pa.ipc.open_file(pa.memory_map(str(arrow))).read_all().column(0))
+            # A file that is still mapped takes space even after it was removed.
+            for oldest in list(self._fetched)[: -2 * BLOCKS_TOGETHER]:
+                del self._fetched[oldest]
+        return self._fetched[file]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fetched": {}}
+
     def locate_file(self, index: int, path: str) -> Path:
-        folder = self.paths[locate(self._ends, index)[0]].parent.resolve()
+        file_or_url = self.paths[locate(self._ends, index)[0]]
+        if isinstance(file_or_url, RemoteFile):
+            raise OSError(f"it names the file {path}, and files beside a URL are not read")
+        folder = file_or_url.parent.resolve()
         file = (folder / path).resolve()
         if not file.is_relative_to(folder):
             raise OSError(f"it names {path}, which is outside the folder {folder}")
@@ -214,32 +256,45 @@ class ParquetSource(TableSource):
         return self._digest(times=False)
 
     def _digest(self, times: bool) -> str:
-        return digest(part for path in self.paths for part in file_identity(path, SAMPLES_A_FILE, times))
+        return digest(
+            part
+            for path in self.paths
+            for part in (
+                path.identity() if isinstance(path, RemoteFile) else file_identity(path, SAMPLES_A_FILE, times)
+            )
+        )
 
     def load_column(self) -> pa.ChunkedArray:
-        if sum(path.stat().st_size for path in self.paths) < MEMORY_LIMIT:
+        if sum(path.stat().st_size for path in self.paths if isinstance(path, Path)) < MEMORY_LIMIT:
             return self._read(self.column)
         # Hundreds of gigabytes would take longer to check than to read.
-        converted = cached_file(f"arrow/{self.fingerprint()}.arrow", self._convert, checked=False)
+        convert = partial(self._convert, self.paths)
+        converted = cached_file(f"arrow/{self.fingerprint()}.arrow", convert, checked=False)
         return pa.ipc.open_file(pa.memory_map(str(converted.path))).read_all().column(0)
 
     def _read(self, column: str) -> pa.ChunkedArray:
-        return pa.Table.from_batches(self._batches(column)).column(0)
+        parts = [attempted(str(path), partial(_all_batches, path, column)) for path in self.paths]
+        return pa.Table.from_batches(chain.from_iterable(parts)).column(0)
 
-    def _batches(self, column: str) -> Iterator[pa.RecordBatch]:
-        for path in self.paths:
-            with _reading(path), pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(_ROWS_A_BATCH, columns=[column]):
-                    batch.validate(full=True)
-                    # The files' own metadata may differ, and batches of one table must not.
-                    yield batch.replace_schema_metadata(None)
-
-    def _convert(self, draft: Path) -> None:
-        batches = self._batches(self.column)
+    def _convert(self, paths: Sequence[Path | RemoteFile], draft: Path) -> None:
+        batches = _batches(paths, self.column)
         first = next(batches)
         with pa.OSFile(str(draft), "wb") as file, pa.ipc.new_file(file, first.schema) as writer:
             for batch in chain([first], batches):
                 writer.write_batch(batch)
+
+
+def _batches(paths: Sequence[Path | RemoteFile], column: str) -> Iterator[pa.RecordBatch]:
+    for path in paths:
+        with _opened(path) as file:
+            for batch in file.iter_batches(_ROWS_A_BATCH, columns=[column]):
+                batch.validate(full=True)
+                # The files' own metadata may differ, and batches of one table must not.
+                yield batch.replace_schema_metadata(None)
+
+
+def _all_batches(path: Path | RemoteFile, column: str) -> list[pa.RecordBatch]:
+    return list(_batches([path], column))
 
 
 def parquet_files(folder: Path, split: str) -> list[Path]:
@@ -258,9 +313,22 @@ def _leading_word(path: Path) -> str:
     return match.group() if match else ""
 
 
-def _read_footer(path: Path) -> tuple[int, pa.Schema]:
-    with _reading(path), pq.ParquetFile(path) as file:
-        return file.metadata.num_rows, file.schema_arrow
+def _read_footer(path: Path | RemoteFile) -> tuple[int, pa.Schema]:
+    def read() -> tuple[int, pa.Schema]:
+        with _opened(path) as file:
+            return file.metadata.num_rows, file.schema_arrow
+
+    return attempted(str(path), read)
+
+
+@contextmanager
+def _opened(path: Path | RemoteFile) -> Iterator[pq.ParquetFile]:
+    if isinstance(path, RemoteFile):
+        with path.open() as stream, pq.ParquetFile(stream) as file:
+            yield file
+    else:
+        with _reading(path), pq.ParquetFile(path) as file:
+            yield file
 
 
 @contextmanager
