@@ -1,6 +1,6 @@
 """The weights that a new run starts from: a whole model's or an encoder's; optimiser and schedules are new."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from stop_mim.models.build import build_objective
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.encoder import ENCODER_FILE, Encoder, misfit
 from stop_mim.models.objective import Objective
+from stop_mim.positions import Positions, StochasticPositions
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder
@@ -22,7 +23,7 @@ from stop_mim.training.run_folder import RunFolder
 POSITIONS_TOLERANCE = 1e-3
 
 
-def initialise(objective: Objective, name: str | Path) -> str:
+def initialise(objective: Objective, name: str | Path, warn: Callable[[str], None] = lambda text: None) -> str:
     """Load weights into a new objective, all or none; return a short description of what was loaded.
 
     A run directory, a checkpoint or a release's file is a whole model, whose shapes must be the same. Any other name that
@@ -39,6 +40,8 @@ def initialise(objective: Objective, name: str | Path) -> str:
     if path.is_file() and path.suffix != SAFETENSORS and part is None:
         contents = read_pickle(path)
         if is_release(contents):
+            if hint := _hint_about_release(objective.positions, path):
+                warn(hint)
             return _from_release(objective, contents, path)
     return _from_encoder(objective, name)
 
@@ -63,6 +66,20 @@ def _from_release(objective: Objective, contents: Mapping[str, object], path: Pa
         raise InputError(f"{path}#predictor has other positions than this run; {remedy}.")
     objective.load_state_dict(model.tensors, strict=True)
     return f"all weights of {path}"
+
+
+def _hint_about_release(positions: Positions, path: Path) -> str | None:
+    """Return what changes for a model of StoP's code where masked tokens are the paper's; the file does not say whose it is."""
+    if not isinstance(positions, StochasticPositions) or positions.convention == "release":
+        return None
+    ratio = positions.noise_std.item() / positions.sigma if positions.sigma else 1.0
+    noise = (
+        "" if ratio == 1 else f" and the noise is {ratio:.3g} times that of a standard deviation of {positions.sigma:g}"
+    )
+    return (
+        f"If {path} was trained with StoP's code, its mask token, which was never trained, comes into use{noise}: add "
+        "--positions.convention release to go on as it was trained."
+    )
 
 
 def _require_fit(

@@ -77,7 +77,7 @@ def train(
     config: TrainConfig,
     recipe: str = "custom",
     console: Console | None = None,
-    initialise: Callable[[Objective], str] | None = None,
+    initialise: Callable[..., str] | None = None,
 ) -> TrainResult:
     """Train a new run in a new directory.
 
@@ -85,7 +85,7 @@ def train(
         config: the run; see `stop_mim.training.recipes` for named ones.
         recipe: name of the configuration, for the records of the run.
         console: where progress is shown; default: standard error.
-        initialise: loads initial weights into the objective, and returns a description of them.
+        initialise: called with the objective and a function `warn`; loads initial weights and returns a description of them.
     """
     check_effects(config)
     with process_group(config.speed.device, config.speed.sharding != "none") as ranks:
@@ -97,7 +97,7 @@ def train(
         with ProgressDisplay(console, ranks.is_main, folder.log) as display:
             config = settle(config, ranks, display)
             parts = prepare(config, folder, ranks, display)
-            weights = None if initialise is None else initialise(parts.objective)
+            weights = None if initialise is None else initialise(parts.objective, warn=display.warn)
             trial = take_trial_steps(parts.trainer, config.log.trial_steps) if config.log.trial_steps else None
             if ranks.is_main:
                 kept = replace(with_absolute_paths(config), out=str(folder.path))

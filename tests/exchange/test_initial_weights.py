@@ -69,6 +69,21 @@ def test_a_release_of_another_shape_is_refused(released, change, words):
     refuses(built(replace(RELEASE, **change)), released, words)
 
 
+@pytest.mark.parametrize(
+    ("convention", "words"),
+    [
+        ("paper", "never trained, comes into use and the noise is 2 times"),
+        ("std", "comes into use:"),
+        ("release", None),
+    ],
+)
+def test_a_release_under_another_convention_is_hinted_at(released, convention, words):
+    said = []
+    initialise(built(replace(RELEASE, positions=PositionsConfig(convention=convention))), released, said.append)
+    assert len(said) == (words is not None)
+    assert all(words in text and "--positions.convention release" in text for text in said)
+
+
 def test_other_positions_of_a_predictor_are_refused(tmp_path):
     contents = release()
     contents["predictor"]["module.predictor_pos_embed"] = torch.randn(1, 16, 48, generator=generator(0))

@@ -85,7 +85,7 @@ def test_a_run_never_goes_on_from_new_weights_if_it_was_given_some(tmp_path, mon
 
     monkeypatch.setattr(SaveRun, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        quietly(train, tiny_config(out=tmp_path / "run"), initialise=lambda objective: "the weights of a friend")
+        quietly(train, tiny_config(out=tmp_path / "run"), initialise=lambda objective, warn: "the weights of a friend")
     with pytest.raises(InputError, match="the weights of a friend"):
         quietly(resume, tmp_path / "run")
     assert not list(tmp_path.glob("run/checkpoints/*"))
