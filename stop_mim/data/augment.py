@@ -5,7 +5,7 @@ equals torchvision's on one image.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -29,6 +29,8 @@ Draws = Float64[Tensor, "b draws"]
 Bounds = tuple[float, float]
 ChannelValues = tuple[float, float, float]
 Interpolation = Literal["bilinear", "bicubic"]
+Retouch = Callable[[UInt8[Tensor, "h w 3"], int], UInt8[Tensor, "h w 3"]]
+"""Changes one cut image by random numbers of a seed, on the CPU; can be pickled."""
 
 # The columns of the draws of an image: two for each attempt to crop, then one each.
 _ATTEMPTS = 10
@@ -231,6 +233,9 @@ class RandomCrop:
     The order of the jitter is fixed (torchvision shuffles it): drawing it on the device would mean computing every order.
     """
 
+    retouch: Retouch | None = None
+    """What else happens to a cut image, before the flip; such images are streamed and decoded by workers."""
+
     def __init__(
         self,
         config: AugmentConfig,
@@ -319,6 +324,7 @@ class TestView:
     """
 
     __test__ = False
+    retouch = None
 
     def __init__(
         self,

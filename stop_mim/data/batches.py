@@ -41,6 +41,7 @@ from stop_mim.data.order import Order
 from stop_mim.data.stored import Progress, StoredImages, is_cacheable, store_images
 from stop_mim.errors import InputError
 from stop_mim.options import Decode, LoaderMode
+from stop_mim.seeds import derive_seed
 
 ENOUGH_WORKERS = 7
 """So many decode photographs faster than a GPU does that trains a ViT-B/16 meanwhile; docs/performance.md has numbers."""
@@ -163,7 +164,7 @@ class Batches:
         size = common_size(self.source, self.order.images)
         mode = choose_mode(self.source, self.order, placement, self.device, size)
         # A test view must not see squashed images.
-        if mode == "resident" and (size or self.view.stored_size) is not None:
+        if mode == "resident" and (size or self.view.stored_size) is not None and self.view.retouch is None:
             stored = self._store(placement, size, progress)
             if not stored.sizes or self.view.stored_size is not None:
                 for index in np.intersect1d(list(stored.bad), self.order.images).tolist():
@@ -220,7 +221,7 @@ class Batches:
         """Return the decoder if JPEGs are to be decoded on the GPU; else None and what prevents it."""
         wanted = placement.decode
         enough = wanted == "auto" and placement.workers >= ENOUGH_WORKERS
-        if wanted == "cpu" or enough or isinstance(self.view, TestView):
+        if wanted == "cpu" or enough or isinstance(self.view, TestView) or self.view.retouch is not None:
             return None, ""
         if self.device.type != "cuda":
             obstacle = f"the device is {self.device}"
@@ -360,6 +361,9 @@ class ImageCutter:
                 others[place], also_bad = first_good(self.source, (indices[place] + 1) % len(self.source))
                 bad += [(place, description) for description in also_bad]
             self._decode_and_cut(crops, others, self.boxes(epoch, indices, others))
+        if self.view.retouch is not None:
+            for place, index in enumerate(indices):
+                crops[place] = self.view.retouch(crops[place], derive_seed(self.seed, "retouch", epoch, index))
         return bad
 
     def _decode_and_cut(self, crops: Tensor, opened: Mapping[int, OpenedImage], boxes: Mapping[int, Box]) -> list[Bad]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from stop_mim.data.augment import Retouch
 from stop_mim.data.batches import Batch, Batches, Placement
 from stop_mim.data.cache import cache_folder, require_writable_cache
 from stop_mim.data.image_source import digest
@@ -46,7 +47,7 @@ TOP = (1, 5)
 class Conditions:
     """The protocol, augmentation, seed, processes and device of a training.
 
-    Of `speed`, precision, batch_size_per_device, loader, decode and workers count.
+    Of `speed`, precision, batch_size_per_device, loader, decode and workers count. `retouch` changes each training image.
     """
 
     protocol: Protocol
@@ -54,6 +55,7 @@ class Conditions:
     seed: int
     ranks: Ranks
     speed: SpeedConfig
+    retouch: Retouch | None = None
 
 
 class LabelledTraining(Callback, ABC):
@@ -117,6 +119,7 @@ class LabelledTraining(Callback, ABC):
     @cached_property
     def _images(self) -> Batches:
         view = self.conditions.protocol.training_view(self.encoder, self.conditions.augment)
+        view.retouch = self.conditions.retouch
         speed, ranks, data = self.speed, self.ranks, self.used
         placement = Placement(speed.loader, speed.decode, workers_for(speed, ranks), ranks.processes_on_host)
         return Batches(data.source, self.order, view, placement, ranks.device, self.seed, data.labels)

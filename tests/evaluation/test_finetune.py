@@ -1,9 +1,13 @@
 """Fine-tuning: what it learns, how fast each layer learns, mixed images, resuming; the encoder stays as it is."""
 
+import pickle
 import random
+from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
+import PIL.Image
 import pytest
 import timm
 import torch
@@ -24,9 +28,12 @@ from small_trainings import (
     signal_at,
     small_encoder,
 )
+from timm.data import create_transform
 from timm.layers import DropPath
 from torch import nn
 
+from stop_mim.data.augment import IMAGENET_MEAN as MEAN
+from stop_mim.data.augment import normalise
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.evaluation.tasks.finetune import (
@@ -35,15 +42,19 @@ from stop_mim.evaluation.tasks.finetune import (
     FinetuneTraining,
     LowShotFinetuneOptions,
     Mixing,
+    RandAugment,
     make_optimiser,
     trainable_copy,
 )
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
+from stop_mim.seeds import derive_seed
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
 
 RICH = replace(PLAIN, drop_path=0.3, mixup=0.8, cutmix=1.0, label_smoothing=0.1, erasing_probability=0.5)
+SIZE = (16, 16)
+NAME = "rand-m9-mstd0.5-inc1"
 
 
 def parity(count, seed=0):
@@ -57,8 +68,9 @@ def parity(count, seed=0):
     return LabelledSet(source, (bright[:, 0] == bright[:, 1]).astype(np.int64), np.arange(count))
 
 
-def training(options=PLAIN, speed=SPEED, seed=0, view="resize_flip"):
-    conditions = replace(CONDITIONS, speed=speed, seed=seed, protocol=replace(WHOLE, train_view=view))
+def training(options=PLAIN, speed=SPEED, seed=0, view="resize_flip", retouch=None):
+    protocol = replace(WHOLE, train_view=view)
+    conditions = replace(CONDITIONS, speed=speed, seed=seed, protocol=protocol, retouch=retouch)
     return FinetuneTraining(small_encoder(), coloured(96), options, conditions)
 
 
@@ -98,9 +110,10 @@ def test_the_learning_rate_warms_up_and_falls_for_each_layer(tmp_path):
     )
     run.train(tmp_path / "state")
     peak = 8e-3 * 32 / 256
-    # Three steps an epoch, the first of which is the warm-up.
-    assert [rates[step][1] for step in (0, 3, 11)] == pytest.approx([1e-5, peak, 1e-5])
-    assert rates[1][1] == pytest.approx(1e-5 + (peak - 1e-5) / 3)
+    # MAE's schedule: from 0 in the first of four epochs, of three steps each, then a cosine that ends at the lowest rate.
+    epochs = np.arange(12) / 3
+    falling = 1e-5 + (peak - 1e-5) * 0.5 * (1 + np.cos(np.pi * (epochs - 1) / 3))
+    assert [now[1] for now in rates] == pytest.approx(np.where(epochs < 1, peak * epochs, falling).tolist())
     assert all(rate == pytest.approx(scale * now[1]) for now in rates for scale, rate in now.items())
 
 
@@ -130,7 +143,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
 
 def test_a_resumed_run_is_bit_identical(tmp_path):
     def run(name, progress=None):
-        one = training(replace(RICH, flip_probability=0.5), view="random_resized_crop")
+        one = training(
+            replace(RICH, flip_probability=0.5), view="random_resized_crop", retouch=RandAugment(NAME, SIZE, MEAN)
+        )
         one.train(tmp_path / name, progress)
         return one.score(coloured(40, seed=1)).tolist(), one.train_loss
 
@@ -213,6 +228,62 @@ def test_on_the_gpu():
 # Parts
 
 
+def test_published_values_are_the_defaults():
+    # MAE's for ImageNet-1k: epochs, learning rate for 256 images, layer-wise decay, weight decay, drop path.
+    names = ("epochs", "lr", "layer_decay", "weight_decay", "drop_path")
+    published = {
+        768: (100, 5e-4, 0.65, 0.05, 0.1),
+        1024: (50, 1e-3, 0.75, 0.05, 0.2),
+        1280: (50, 1e-3, 0.75, 0.05, 0.3),
+    }
+    for width, values in published.items():
+        filled = FinetuneOptions().filled(width)
+        assert tuple(getattr(filled, name) for name in names) == values
+    others = (filled.batch_size, filled.mixup, filled.cutmix, filled.label_smoothing, filled.erasing_probability)
+    assert others == (1024, 0.8, 1.0, 0.1, 0.25)
+    assert (filled.warmup_epochs, filled.lowest_lr, filled.crop_scale, filled.randaugment) == (5, 1e-6, (0.08, 1), NAME)
+    assert FinetuneOptions(lr=1.0, drop_path=0.0).filled(768).lr == 1.0
+    # I-JEPA's for 1% of it, ViT-L and ViT-H.
+    for width, weight_decay in ((1024, 0.05), (1280, 0.4)):
+        filled = LowShotFinetuneOptions().filled(width)
+        assert (filled.epochs, filled.batch_size, filled.lr * 512 / 256) == (50, 512, pytest.approx(3e-5))
+        assert (filled.layer_decay, filled.weight_decay, filled.label_smoothing) == (0.75, weight_decay, 0.1)
+        assert filled.drop_path == filled.mixup == filled.cutmix == filled.erasing_probability == 0
+        assert filled.randaugment == NAME
+
+
+def test_randaugment_is_that_of_timms_recipes(tmp_path):
+    recipe = create_transform(16, is_training=True, auto_augment=NAME, interpolation="bicubic", mean=MEAN)
+    (theirs,) = [step for step in recipe.transforms if type(step).__name__ == "RandAugment"]
+    ours, images = pickle.loads(pickle.dumps(RandAugment(NAME, SIZE, MEAN))), coloured(20).source.pixels
+    changed = 0
+    for seed, image in enumerate(images.permute(0, 2, 3, 1)):
+        found = ours(image, seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        assert np.array_equal(found.numpy(), np.asarray(theirs(PIL.Image.fromarray(image.numpy()))))
+        changed += not torch.equal(found, image)
+    assert changed > 10
+    with pytest.raises(InputError, match=r"finetune\.randaugment is 'strong'"):
+        task(small_encoder(), coloured(32), coloured(16, seed=1), replace(PLAIN, randaugment="strong")).check()
+
+
+def test_every_training_image_is_changed_by_its_own_seed_whoever_reads_it():
+    retouch = RandAugment(NAME, SIZE, MEAN)
+    seen = []
+    for loader, workers in (("resident", 0), ("streaming", 2)):
+        run = training(speed=replace(SPEED, loader=loader, workers=workers), retouch=retouch)
+        with closing(run.batches(3)) as batches:
+            taken = [*islice(batches, 3)]
+        seen.append({int(n): image for batch in taken for n, image in zip(batch.indices, batch.images, strict=True)})
+    pixels = run.used.source.pixels
+    for index in (0, 17, 95):
+        expected = retouch(pixels[index].permute(1, 2, 0), derive_seed(0, "retouch", 1, index)).permute(2, 0, 1)
+        expected = normalise(expected[None], run.encoder.mean, run.encoder.std)[0]
+        for shown in seen:
+            torch.testing.assert_close(shown[index], expected, atol=1e-5, rtol=0)
+
+
 def test_layers_learn_the_slower_the_earlier_they_are():
     classifier = Classifier(trainable_copy(small_encoder(depth=3), 0.0), 4, torch.Generator())
     optimiser = make_optimiser(classifier, replace(PLAIN, layer_decay=0.5, weight_decay=0.05))
@@ -223,7 +294,7 @@ def test_layers_learn_the_slower_the_earlier_they_are():
     for block, scale in enumerate((0.125, 0.25, 0.5)):
         assert scales[f"encoder.vit.blocks.{block}.attn.qkv.weight"] == scale
         assert scales[f"encoder.vit.blocks.{block}.norm1.bias"] == scale
-    assert scales["encoder.vit.norm.weight"] == 0.5
+    assert scales["encoder.vit.norm.weight"] == 1  # As MAE's norm after pooling.
     assert scales["encoder.vit.patch_embed.proj.weight"] == 0.0625
     for name, group in groups.items():
         assert group["weight_decay"] == (0.05 if name.endswith("weight") and "norm" not in name else 0), name
@@ -310,6 +381,6 @@ def test_timms_own_models_learn_in_all_that_a_prediction_depends_on(pool):
 
 def test_options_that_cannot_work_are_refused_by_name():
     with pytest.raises(InputError, match=r"finetune.warmup_epochs is 101"):
-        FinetuneOptions(warmup_epochs=101.0)
+        FinetuneOptions(epochs=100, warmup_epochs=101.0)
     with pytest.raises(InputError, match=r"finetune_low_shot\.lr is"):
         LowShotFinetuneOptions(lr=float("inf"))

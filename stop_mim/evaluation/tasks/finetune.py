@@ -7,13 +7,15 @@ import copy
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
+import PIL.Image
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
+from timm.data.auto_augment import rand_augment_transform
 from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath, calculate_drop_path_rates
@@ -36,7 +38,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
 from stop_mim.evaluation.task import TASKS, options_of, plain
 from stop_mim.evaluation.tasks.low_shot import check_draws, label_draws
-from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder import SIZES, Encoder
 from stop_mim.options import AugmentConfig
 from stop_mim.results import Scalar, Score, accuracy
 from stop_mim.seeds import derive_seed, seeded_generator
@@ -53,26 +55,29 @@ UNUSED_PARTS = ("fc_norm", "attn_pool", "head", "head_dist")
 
 @dataclass(frozen=True)
 class FinetuneOptions(Checked, group="finetune"):
-    """Fine-tuning with all labels; the defaults are usual for ViT-B on ImageNet-1k, without RandAugment."""
+    """Fine-tuning with all labels; the defaults are MAE's for ImageNet-1k."""
 
-    epochs: Annotated[int, ABOVE_ZERO] = 100
-    """Passes over the training images."""
+    epochs: Annotated[int | None, ABOVE_ZERO] = None
+    """Passes over the training images; by default 100, of ViT-L and larger 50."""
     batch_size: Annotated[int, ABOVE_ZERO] = 1024
     """Images per update, over all devices and accumulated batches."""
-    lr: Annotated[float, ABOVE_ZERO] = 5e-4
-    """Peak learning rate of the head for a batch of 256 images, scaled linearly with the batch."""
+    lr: Annotated[float | None, ABOVE_ZERO] = None
+    """Peak learning rate of the head for a batch of 256, scaled linearly with the batch; by default 5e-4, of ViT-L and larger
+    1e-3."""
     lowest_lr: Annotated[float, AT_LEAST_ZERO] = 1e-6
-    """Learning rate of the head at the first and at the last step."""
+    """Learning rate of the head at the end."""
     warmup_epochs: Annotated[float, AT_LEAST_ZERO] = 5.0
-    """Epochs from the start to the peak of the learning rate."""
-    layer_decay: Annotated[float, Number("give a number above 0, at most 1", above=0, at_most=1)] = 0.65
-    """Factor of the learning rate from one layer to the one below it."""
-    weight_decay: Annotated[float, AT_LEAST_ZERO] = 0.05
-    """Weight decay of AdamW; biases, norms, positions and class tokens have none."""
+    """Epochs in which the learning rate rises from 0 to its peak."""
+    layer_decay: Annotated[float | None, Number("give a number above 0, at most 1", above=0, at_most=1)] = None
+    """Factor of the learning rate from one layer to the one below it; by default 0.65, of ViT-L and larger 0.75."""
+    weight_decay: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Weight decay of AdamW (none on biases, norms, positions, class tokens); by default 0.05."""
     betas: Annotated[tuple[float, float], Each(FRACTION_BELOW_ONE)] = (0.9, 0.999)
     """Betas of AdamW."""
-    drop_path: Annotated[float, FRACTION_BELOW_ONE] = 0.1
-    """Probability of dropping a residual branch in the last layer; earlier layers have less."""
+    drop_path: Annotated[float | None, FRACTION_BELOW_ONE] = None
+    """Probability of dropping a residual branch in the last layer, earlier ones less; by default 0.1, ViT-L 0.2, ViT-H 0.3."""
+    randaugment: str = "rand-m9-mstd0.5-inc1"
+    """timm's name of a RandAugment, which changes colours and shapes of training images; empty: none."""
     mixup: Annotated[float, AT_LEAST_ZERO] = 0.8
     """Alpha of mixup, which blends pairs of images; 0: none."""
     cutmix: Annotated[float, AT_LEAST_ZERO] = 1.0
@@ -89,22 +94,44 @@ class FinetuneOptions(Checked, group="finetune"):
     def __post_init__(self) -> None:
         super().__post_init__()
         remedy = f"give at most the {self.epochs} epochs"
-        self.require("warmup_epochs", self.warmup_epochs <= self.epochs, remedy)
+        self.require("warmup_epochs", self.epochs is None or self.warmup_epochs <= self.epochs, remedy)
+
+    @classmethod
+    def published(cls, width: int) -> dict[str, Any]:
+        """Return the published values that depend on the encoder's size: MAE's for ViT-B, ViT-L and ViT-H."""
+        if width <= SIZES["base"].width:
+            return {"epochs": 100, "lr": 5e-4, "layer_decay": 0.65, "weight_decay": 0.05, "drop_path": 0.1}
+        drop_path = 0.2 if width <= SIZES["large"].width else 0.3
+        return {"epochs": 50, "lr": 1e-3, "layer_decay": 0.75, "weight_decay": 0.05, "drop_path": drop_path}
+
+    def filled(self, width: int) -> Any:
+        """Return the options with published values, for an encoder of this width, where none are given."""
+        return replace(self, **{k: v for k, v in self.published(width).items() if getattr(self, k) is None})
 
 
 @dataclass(frozen=True)
 class LowShotFinetuneOptions(FinetuneOptions, group="finetune_low_shot"):
-    """Fine-tuning with few labels, such as 1% of ImageNet: more epochs, a lower learning rate and no mixed images."""
+    """Fine-tuning with few labels; the defaults are I-JEPA's for 1% of ImageNet: nothing is mixed, erased or dropped."""
 
-    epochs: Annotated[int, ABOVE_ZERO] = 200
-    batch_size: Annotated[int, ABOVE_ZERO] = 256
-    lr: Annotated[float, ABOVE_ZERO] = 1e-4
-    warmup_epochs: Annotated[float, AT_LEAST_ZERO] = 10.0
-    drop_path: Annotated[float, FRACTION_BELOW_ONE] = 0.2
+    epochs: Annotated[int | None, ABOVE_ZERO] = 50
+    """Passes over the training images."""
+    batch_size: Annotated[int, ABOVE_ZERO] = 512
+    lr: Annotated[float | None, ABOVE_ZERO] = 1.5e-5
+    """Peak learning rate of the head for a batch of 256 images, scaled linearly with the batch: 3e-5 for 512."""
+    layer_decay: Annotated[float | None, Number("give a number above 0, at most 1", above=0, at_most=1)] = 0.75
+    """Factor of the learning rate from one layer to the one below it."""
+    weight_decay: Annotated[float | None, AT_LEAST_ZERO] = None
+    """Weight decay of AdamW (none on biases, norms, positions, class tokens); by default 0.05, of ViT-H and larger 0.4."""
+    drop_path: Annotated[float | None, FRACTION_BELOW_ONE] = 0.0
+    """Probability of dropping a residual branch in the last layer; earlier layers have less."""
     mixup: Annotated[float, AT_LEAST_ZERO] = 0.0
     cutmix: Annotated[float, AT_LEAST_ZERO] = 0.0
     erasing_probability: Annotated[float, FRACTION] = 0.0
-    crop_scale: Annotated[tuple[float, float], Interval(at_most=1.0)] = (0.3, 1.0)
+
+    @classmethod
+    def published(cls, width: int) -> dict[str, Any]:
+        """Return the published value that depends on the encoder's size: I-JEPA's for ViT-L and ViT-H."""
+        return {"weight_decay": 0.05 if width <= SIZES["large"].width else 0.4}
 
 
 @TASKS.register("finetune")
@@ -115,10 +142,15 @@ class Finetune(TrainingTask):
     Options = FinetuneOptions
     options: FinetuneOptions
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.options = self.options.filled(self.subject.encoder.dim)
+
     def check(self) -> None:
-        """Refuse encoders that cannot be trained, and other sizes of images than the encoder's own."""
+        """Refuse encoders that cannot be trained, other sizes of images than the encoder's own, and unknown names."""
         super().check()
         encoder = self.subject.encoder
+        self.retouch()
         if not isinstance(encoder, Encoder):
             raise InputError(
                 f"'{self.subject.name}' is a {type(encoder).__name__}: only timm's Vision Transformers can be fine-tuned; "
@@ -135,10 +167,21 @@ class Finetune(TrainingTask):
         """Return the coordinates of the scores."""
         return {}
 
+    def retouch(self) -> "RandAugment | None":
+        """Return the RandAugment of the options."""
+        encoder, name = self.subject.encoder, self.options.randaugment
+        try:
+            return RandAugment(name, encoder.image_size, encoder.mean) if name else None
+        except (AssertionError, ValueError) as error:
+            raise InputError(
+                f"{self.name}.randaugment is '{name}': give a name of timm's such as rand-m9-mstd0.5-inc1, or '' for none."
+            ) from error
+
     def training(self) -> "FinetuneTraining":
         options = self.options
         augment = AugmentConfig(crop_scale=options.crop_scale, flip_probability=options.flip_probability)
-        return FinetuneTraining(self.subject.encoder, self.train_set(), options, self.conditions(augment))
+        conditions = replace(self.conditions(augment), retouch=self.retouch())
+        return FinetuneTraining(self.subject.encoder, self.train_set(), options, conditions)
 
     def results(self, training: "FinetuneTraining") -> Iterator[Score]:
         for top, value in zip(TOP, training.score(self.data.test)[0].tolist(), strict=True):
@@ -192,9 +235,9 @@ class Classifier(nn.Module):
         return self.head(self.encoder.embed(images))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return, for timm, the layers: patches and positions, the blocks (the last with the norm), the head."""
+        """Return, for timm, the layers: patches and positions, then the blocks; the last norm learns as fast as the head."""
         stem = r"^encoder\.vit\.(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)"
-        return {"stem": stem, "blocks": [(r"^encoder\.vit\.blocks\.(\d+)", None), (r"^encoder\.vit\.norm", (99999,))]}
+        return {"stem": stem, "blocks": r"^encoder\.vit\.blocks\.(\d+)"}
 
     def no_weight_decay(self) -> set[str]:
         """Return the weights, besides vectors, that do not decay."""
@@ -226,7 +269,8 @@ def make_optimiser(classifier: Classifier, options: FinetuneOptions) -> torch.op
     groups = param_groups_layer_decay(
         classifier, options.weight_decay, classifier.no_weight_decay(), layer_decay=options.layer_decay
     )
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
+    # Each step sets the learning rate of each group.
+    return torch.optim.AdamW(groups, lr=0.0, betas=options.betas, fused=True)
 
 
 class Mixing:
@@ -244,7 +288,9 @@ class Mixing:
     ) -> tuple[Float[Tensor, "batch 3 height width"], Float[Tensor, "batch classes"]]:
         """Return changed images, and the class probabilities that belong to them."""
         images, targets = images.clone(), mixup_target(labels, self.classes, 1.0, self.smoothing)
-        with _seeded_globals(seed, images.device):
+        device = images.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), _seeded_globals(seed):
+            torch.manual_seed(seed)
             if self.erase.probability:
                 images = self.erase(images)
             # Pairs are blended; the last of an odd number of images stays as it is.
@@ -254,36 +300,47 @@ class Mixing:
         return images, targets
 
 
+class RandAugment:
+    """timm's RandAugment with the settings of its recipes, of one image, with random numbers from a seed."""
+
+    def __init__(self, name: str, size: tuple[int, int], mean: Sequence[float]) -> None:
+        grey = tuple(min(255, round(255 * value)) for value in mean)
+        bicubic = PIL.Image.Resampling.BICUBIC
+        settings = {"translate_const": int(0.45 * min(size)), "img_mean": grey, "interpolation": bicubic}
+        self.change = rand_augment_transform(name, settings)
+
+    def __call__(self, pixels: UInt8[Tensor, "height width 3"], seed: int) -> UInt8[Tensor, "height width 3"]:
+        with _seeded_globals(seed):
+            return torch.from_numpy(np.array(self.change(PIL.Image.fromarray(pixels.numpy()))))
+
+
 @contextmanager
-def _seeded_globals(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the global generators of Python, numpy and torch, which timm draws from, and restore them afterwards."""
+def _seeded_globals(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python and numpy, which timm draws from, and restore them afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class FinetuneTraining(LabelledTraining):
     """The training of a classifier that starts from a copy of an encoder."""
 
     def __init__(self, encoder: Encoder, train: LabelledSet, options: FinetuneOptions, conditions: Conditions) -> None:
-        self.options, ranks, classes = options, conditions.ranks, int(train.classes.max()) + 1
+        self.options = filled = options.filled(encoder.dim)
+        ranks, classes = conditions.ranks, int(train.classes.max()) + 1
         generator = seeded_generator("cpu", conditions.seed, "head")
-        twin = trainable_copy(encoder, options.drop_path)
+        twin = trainable_copy(encoder, filled.drop_path)
         self.classifier = Classifier(twin, classes, generator).to(ranks.device)
-        optimiser = make_optimiser(self.classifier, options)
-        remedy = f"lower finetune.lr ({options.lr})"
-        super().__init__(
-            self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions, remedy
-        )
+        optimiser = make_optimiser(self.classifier, filled)
+        remedy = f"lower finetune.lr ({filled.lr})"
+        super().__init__(self.classifier, optimiser, twin, train, filled.epochs, filled.batch_size, conditions, remedy)
         self.shared = share(self.classifier, ranks)
-        self.mixing = Mixing(options, classes, ranks.device)
+        self.mixing = Mixing(filled, classes, ranks.device)
         self.losses: list[float] = []
         """The losses of the last steps, at most one epoch."""
 
@@ -293,11 +350,10 @@ class FinetuneTraining(LabelledTraining):
         return float(np.nanmean(self.losses))
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of the head: linear warm-up, then a cosine."""
-        options = self.options
-        peak, lowest = options.lr * options.batch_size / LR_IMAGES, options.lowest_lr
-        last = max(options.epochs * self.steps_per_epoch - 1, 1)
-        return warmup_cosine(step, options.warmup_epochs * self.steps_per_epoch, last, lowest, peak, lowest)
+        """Return the learning rate of the head: linear warm-up from 0, then a cosine, as MAE's."""
+        options, steps = self.options, self.steps_per_epoch
+        peak = options.lr * options.batch_size / LR_IMAGES
+        return warmup_cosine(step, options.warmup_epochs * steps, self.epochs * steps, 0.0, peak, options.lowest_lr)
 
     def start(self, trainer: Trainer) -> None:
         self.classifier.train()
