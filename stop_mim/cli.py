@@ -272,7 +272,7 @@ class Figure:
     names: Annotated[Positional[tuple[str, ...]], arg(metavar="NAME …")]
     """Figures by name, or all."""
     runs: tuple[Path, ...] = ()
-    """Run directories; seeds of the same settings are averaged."""
+    """Run directories, or directories of sweeps; seeds of the same settings are averaged."""
     out: Path = Path("figures")
     """Directory of the figures."""
     score: str | None = None
@@ -291,7 +291,7 @@ class Report:
     """Write one self-contained HTML file about runs, finished or not."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN …")]
-    """Run directories; several are compared."""
+    """Run directories, or directories of sweeps; several runs are compared, and their seeds averaged."""
     out: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")
     """File to write."""
     images: tuple[Path, ...] = ()

@@ -1,6 +1,6 @@
 """The demo: train a small StoP model on embedded scenes, and compare its frozen features with untrained ones and pixels."""
 
-import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from stop_mim.evaluation.features import pixel_features, pooled_features
 from stop_mim.evaluation.tasks.knn import knn
 from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.exchange.loading import load_encoder
-from stop_mim.files import write_atomically
 from stop_mim.models.build import build_encoder
+from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, Score, add_results, today
 from stop_mim.seeds import derive_seed
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.pretrain import train
@@ -39,8 +39,8 @@ NEIGHBOURS = 20
 PROBES = {"linear/top1": "linear", f"knn/neighbours={NEIGHBOURS}/top1": f"{NEIGHBOURS}-NN"}
 NAMES = {"trained": "StoP, trained", "untrained": "the same, untrained", "pixels": "pixels"}
 
-Scores = dict[str, dict[str, float]]
-"""Test accuracies in percent, by features and by task and probe."""
+Scores = dict[str, dict[str, Score]]
+"""Test scores by features, and by task and probe."""
 
 
 def run_demo(config: TrainConfig | None = None, console: Console | None = None) -> Path:
@@ -61,7 +61,7 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
     if not result.finished:
         raise InputError(f"The demo was interrupted: continue its training with 'stop-mim resume {result.folder}'.")
     scores = compare(config, result.folder, *sources)
-    write_atomically(result.folder / "demo.json", lambda file: file.write_text(json.dumps(scores, indent=2)))
+    add_results(result.folder / RESULTS_FILE, [*as_evaluations(scores, result.folder, config)])
     for name in ("loss", "positions"):
         with matplotlib.rc_context(STYLE):
             FIGURES[name]([result.folder], None).savefig(result.folder / f"{name}.png", dpi=150)
@@ -71,7 +71,7 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
 
 
 def compare(config: TrainConfig, run: Path, train_source: ImageSource, test_source: ImageSource) -> Scores:
-    """Return the accuracies of trained features, of untrained ones (with the same initial weights) and of pixels."""
+    """Return the scores of trained features, of untrained ones (with the same initial weights) and of pixels."""
     torch.manual_seed(derive_seed(config.seed, "weights"))
     encoders = {"trained": load_encoder(run), "untrained": build_encoder(config.encoder)}
     # Scenes are held in memory.
@@ -93,8 +93,8 @@ def probe(
     train_labels: Int[Tensor, " n"],
     test_features: Float[Tensor, "m dim"],
     test_labels: Int[Tensor, " m"],
-) -> dict[str, float]:
-    """Return the test accuracies of a linear probe on standardised features, and of nearest neighbours."""
+) -> dict[str, Score]:
+    """Return the test scores of a linear probe on standardised features, and of nearest neighbours."""
     train_set, test_set = ([train_features], train_labels), ([test_features], test_labels)
     rest = (int(train_labels.max()) + 1, torch.device("cpu"))
     named = [({1: features}, labels) for features, labels in (train_set, test_set)]
@@ -102,7 +102,18 @@ def probe(
         "linear": linear_probe(*named[0], *named[1], *rest, standardise=(True,)),
         "knn": knn(*train_set, *test_set, *rest, (NEIGHBOURS,)),
     }
-    return {f"{name}/{score.name}": score.value for name, scores in probes.items() for score in scores}
+    return {f"{name}/{score.name}": score for name, scores in probes.items() for score in scores}
+
+
+def as_evaluations(scores: Scores, run: Path, config: TrainConfig) -> Iterator[Evaluation]:
+    """Yield the results of the trained and the untrained encoder as `stop-mim evaluate` would record them."""
+    for encoder, features in ((str(run), "trained"), (f"{UNTRAINED}{run}", "untrained")):
+        for task in TASKS:
+            for name in ("linear", "knn"):
+                found = [one for key, one in scores[features].items() if key.startswith(f"{task}/{name}/")]
+                protocol, facts = {"name": "demo", "labels": LABELLED_SCENES}, {"chance": CHANCE[task], "date": today()}
+                data = config.data, TEST_SCENES
+                yield Evaluation(encoder, name, task, *data, protocol, config.seed, facts, scores=found)
 
 
 def show(scores: Scores, run: Path, console: Console) -> None:
@@ -115,7 +126,7 @@ def show(scores: Scores, run: Path, console: Console) -> None:
         for probe_name in PROBES.values():
             table.add_column(f"{task}\n{probe_name}", justify="right")
     for name, values in scores.items():
-        cells = (f"{values[f'{task}/{kind}']:.1f}" for task in TASKS for kind in PROBES)
+        cells = (values[f"{task}/{kind}"].number for task in TASKS for kind in PROBES)
         table.add_row(NAMES[name], *cells, style="bold green" if name == "trained" else None)
     table.add_row("chance", *(f"{CHANCE[task]:.1f}" for task in TASKS for _ in PROBES), style="dim")
     console.print(table)

@@ -1,6 +1,5 @@
 """The demo from scenes to its table, on a run too short to learn."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +9,7 @@ from PIL import Image
 from rich.console import Console
 
 from stop_mim import demo
+from stop_mim.results import headline_table, read_results
 from stop_mim.training.recipes import find_recipe
 
 
@@ -29,12 +29,13 @@ def test_the_demo_prints_a_table_and_draws_figures(small_demo, tmp_path):
     shown = console.export_text()
     for words in ("StoP, trained", "the same, untrained", "pixels", "chance", "12.5", "16.7", "stop-mim pretrain"):
         assert words in shown
-    scores = json.loads((run / "demo.json").read_text())
-    assert set(scores) == {"trained", "untrained", "pixels"}
-    for values in scores.values():
-        names = ("linear/top1", "knn/neighbours=20/top1")
-        assert {f"{task}/{name}" for task in ("count", "distance") for name in names} <= set(values)
-        assert all(0 <= value <= 100 for value in values.values())
+    results = read_results(run / "results.json")
+    assert [one.is_baseline for one in results] == [False] * 4 + [True] * 4
+    table = headline_table(results)
+    names = [f"{task}/{probe}/top1" for task in ("count", "distance") for probe in ("linear", "knn/neighbours=20")]
+    assert [row[0] for row in table.rows] == names
+    assert all(0 <= float(cell) <= 100 for row in table.rows for cell in (row[1], *row[3:])), "nothing is missing"
+    assert "count/linear/top1" in (run / "report.html").read_text()
     for name in ("loss.png", "positions.png"):
         pixels = np.asarray(Image.open(run / name).convert("RGB"))
         assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50, "the figure is not empty"

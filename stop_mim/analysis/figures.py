@@ -62,6 +62,7 @@ from stop_mim.analysis.runs import (
     noise_of,
     open_run,
     read_records,
+    run_folders,
     spreads_by_sigma,
 )
 from stop_mim.errors import InputError
@@ -85,9 +86,10 @@ def draw_figures(
     tell: Callable[[str], None] = lambda text: None,
     score: str | None = None,
 ) -> list[Path]:
-    """Draw figures by name from run directories, each as PDF and PNG; return the files.
+    """Draw figures by name from runs, each as PDF and PNG; return the files.
 
     Args:
+        runs: run directories, and those of sweeps, which stand for their finished runs.
         names: names in FIGURES, or "all". Of "all", figures for which the runs do not suffice are left out.
         tell: called with a sentence for each figure that is left out.
         score: score of figures 1, 3 and 4, such as linear/top1; None: the nearest to the paper's protocol.
@@ -96,7 +98,7 @@ def draw_figures(
         raise InputError(f"No figure is named: choose among {', '.join(FIGURES)} and all.")
     everything = "all" in names
     chosen = {name: FIGURES.find(name) for name in (FIGURES if everything else names)}
-    paths, written = [Path(run) for run in runs], list[Path]()
+    paths, written = run_folders(runs), list[Path]()
     for name, draw in chosen.items():
         try:
             with matplotlib.rc_context(STYLE):

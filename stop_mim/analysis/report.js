@@ -5,6 +5,7 @@
   const [ROWS, COLUMNS] = data.grid;
   const PATCHES = ROWS * COLUMNS;
   const several = data.runs.length > 1;
+  const FEW_POINTS = 30;
   // Dark blue to pale yellow with increasing lightness, also for colour-blind readers.
   const HEAT = [[16, 24, 66], [28, 66, 118], [34, 112, 138], [70, 156, 138], [150, 193, 116], [222, 214, 120], [253, 242, 190]];
 
@@ -31,11 +32,12 @@
   // --- Charts ---
 
   // A scale maps values to pixels; its ticks are round numbers, or powers of ten.
-  function scale(values, logarithmic, start, end) {
+  function scale(values, logarithmic, start, end, room = true) {
     const bend = logarithmic ? Math.log10 : (value) => value;
     let [low, high] = [bend(Math.min(...values)), bend(Math.max(...values))];
-    if (!logarithmic && low > 0 && low < high / 2) low = 0;
     if (low === high) [low, high] = [low - (Math.abs(low) / 10 || 1), high + (Math.abs(high) / 10 || 1)];
+    // The axis shows the change: it begins at zero only where the values come close to it.
+    else if (!logarithmic && room) [low, high] = [low > 0 && low < (high - low) / 10 ? 0 : low - (high - low) / 20, high + (high - low) / 20];
     const position = (value) => start + ((bend(value) - low) / (high - low)) * (end - start);
     // Less than a power of ten has the ticks of a linear scale.
     const powers = logarithmic && high - low > 1;
@@ -50,6 +52,8 @@
     }
     return position;
   }
+
+  const range = (one, index) => (one.low ? ` (${compact(one.low[index])} to ${compact(one.high[index])})` : "");
 
   const hidden = new Set();
   const charts = [];
@@ -69,20 +73,29 @@
     const ends = series.map((one) => `${of(one.run)}${compact(one.y[0])} to ${compact(one.y.at(-1))}`);
     svg.setAttribute("aria-label", `${spec.title}. ${ends.join("; ")}`);
     if (!series.length) return;
-    const x = scale(series.flatMap((one) => one.x), spec.log.includes("x"), 50, 352);
-    const y = scale(series.flatMap((one) => one.y), spec.log.includes("y"), 154, 8);
+    const x = scale(series.flatMap((one) => one.x), spec.log.includes("x"), 50, 348, false);
+    const y = scale(series.flatMap((one) => [...one.y, ...(one.low ?? []), ...(one.high ?? [])]), spec.log.includes("y"), 154, 8);
     for (const [tick, text] of y.ticks) {
       svg.append(make("line", { class: "rule", x1: 50, x2: 352, y1: y(tick), y2: y(tick) }));
       svg.append(make("text", { x: 44, y: y(tick) + 4, "text-anchor": "end" }, text));
     }
     for (const [tick, text] of x.ticks) svg.append(make("text", { x: x(tick), y: 170, "text-anchor": "middle" }, text));
     svg.append(make("text", { x: 352, y: 186, "text-anchor": "end" }, spec.x));
+    for (const one of series.filter((one) => one.low)) {
+      const edge = (values) => values.map((value, number) => `${x(one.x[number]).toFixed(1)} ${y(value).toFixed(1)}`);
+      const d = `M${edge(one.high).join("L")}L${edge(one.low).reverse().join("L")}Z`;
+      svg.append(make("path", { class: "band", style: `fill: ${colour(one.run)}`, d }));
+    }
     for (const one of series) {
       const points = one.x.map((value, number) => `${x(value).toFixed(1)} ${y(one.y[number]).toFixed(1)}`);
-      const style = `stroke: ${colour(one.run)}; fill: ${one.x.length > 1 ? "none" : colour(one.run)}`;
-      // A single point is drawn as a dot.
-      const d = points.length > 1 ? `M${points.join("L")}` : `M${points[0]}m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0`;
-      svg.append(make("path", { class: "curve", "data-run": one.run, style, d, ...dashes(one.run) }));
+      const style = `stroke: ${colour(one.run)}`;
+      svg.append(make("path", { class: "curve", "data-run": one.run, style, d: `M${points.join("L")}`, ...dashes(one.run) }));
+      // Few points are marked: between them nothing was measured.
+      if (points.length > FEW_POINTS) continue;
+      for (const point of points) {
+        const [cx, cy] = point.split(" ");
+        svg.append(make("circle", { cx, cy, r: 2.8, style: `fill: ${colour(one.run)}` }));
+      }
     }
     const cross = make("line", { class: "rule", y1: 8, y2: 154, visibility: "hidden" });
     svg.append(cross);
@@ -94,7 +107,7 @@
       const [first, number] = lines[0];
       for (const end of ["x1", "x2"]) cross.setAttribute(end, x(first.x[number]));
       cross.setAttribute("visibility", "visible");
-      const values = lines.map(([one, index]) => make("div", { style: `color: ${colour(one.run)}` }, `${of(one.run)}${compact(one.y[index])}`));
+      const values = lines.map(([one, index]) => make("div", { style: `color: ${colour(one.run)}` }, `${of(one.run)}${compact(one.y[index])}${range(one, index)}`));
       tooltip.replaceChildren(`${spec.x} ${compact(first.x[number])}`, ...values);
       tooltip.hidden = false;
     };
@@ -184,7 +197,7 @@
 
   function addRun(parent, run, maps) {
     if (several) parent.append(make("h3", {}, data.runs[run]));
-    parent.append(make("div", { class: "maps" }, ...maps.map((map) => map.node)));
+    parent.append(make("div", { class: "maps", style: `--parts: ${Math.max(maps.length, 3)}` }, ...maps.map((map) => map.node)));
   }
 
   function drawPositions(parent) {
@@ -249,7 +262,7 @@
         const shown = maps.images[image];
         if (step || shown.masked.includes(patch)) choose(pick(shown.queries, patch, step));
       });
-      const predicted = new PatchMap("Similarity to the prediction");
+      const predicted = new PatchMap("Prediction");
       const whole = new PatchMap("Image");
       views.push((patch) => {
         const [shown, picture] = [maps.images[image], pictures[image]];
@@ -259,9 +272,8 @@
         const best = levels.indexOf(Math.max(...levels));
         const [masked, context] = [new Set(shown.masked), new Set(maps.context[image])];
         const shade = (one) => (masked.has(one) ? "rgb(8 12 20 / 86%)" : context.has(one) ? null : "rgb(255 255 255 / 70%)");
-        seen.draw(shade, { picture, marks: [[query, false]], hint: "dark patches are predicted" });
-        const range = `${compact(shown.low[number])} to ${compact(shown.high[number])}`;
-        const hint = `${range}; highest (dashed): ${best === query ? "the patch itself" : place(best)}`;
+        seen.draw(shade, { picture, marks: [[query, false]], hint: "dark: predicted" });
+        const hint = `highest: ${best === query ? "itself" : place(best)}`;
         predicted.draw((one) => rgb(heat(levels[one] / 255)), { picture, opacity: 0.75, marks: [[query, false], [best, true]], hint });
         whole.draw(() => null, { picture });
       });

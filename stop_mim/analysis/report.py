@@ -1,8 +1,8 @@
-"""The report: one self-contained HTML page about runs, with tables in the page and charts and maps drawn by report.js."""
+"""The report: one self-contained HTML page about runs; tables are in the page, report.js draws charts and maps."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
@@ -14,24 +14,36 @@ from rich.markup import escape
 
 import stop_mim
 from stop_mim.analysis.report_data import Looks, Pictures, Plain, charts, choose_pictures, look_at, picture_url
-from stop_mim.analysis.runs import RunRecords, check_same_grid, open_run, read_records
+from stop_mim.analysis.runs import (
+    RunGroup,
+    RunRecords,
+    check_same_grid,
+    group_seeds,
+    open_run,
+    read_records,
+    run_folders,
+)
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable, write_atomically
+from stop_mim.results import UNTRAINED, Evaluation, Score, details_table, headline_table
 from stop_mim.sweeps.grid import changes
+from stop_mim.sweeps.summary import spread
+from stop_mim.tables import Table
 from stop_mim.training.callbacks.health import HealthSigns, find_symptoms
 from stop_mim.training.config import to_json
 from stop_mim.training.run_folder import RunFolder
 
 HERE = Path(__file__).parent
-# Where `stop-mim demo` writes its scores.
-DEMO_SCORES = "demo.json"
 NOTHING = "–"
+MOST_CARDS = 4
+# The state of a group is the first of these that one of its runs has.
+STATES = ("failed", "running", "stopped", "unknown", "finished")
 MODEL_SECTIONS = ("noise", "positions", "predictions", "features")
 # Config fields that every report shows; of several runs it shows those that differ too.
 MAIN_FIELDS = (
     *("data", "objective.kind", "encoder.size", "encoder.image_size", "encoder.patch_size"),
     *("positions.kind", "positions.sigma", "positions.covariance", "masks.kind"),
-    *("optim.epochs", "optim.batch_size", "optim.lr", "seed"),
+    *("optim.epochs", "optim.batch_size", "optim.lr"),
 )
 NEWEST = {
     "loss": "Loss",
@@ -46,22 +58,14 @@ NEWEST = {
 }
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of texts whose first column names the rows."""
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def write_report(
     runs: Sequence[Path], out: Path, images: Sequence[Path] | None = None, console: Console | None = None
 ) -> Path:
     """Write the page about runs; return its path.
 
     Args:
-        runs: run directories, whose grids of patches must be the same.
+        runs: run directories, whose grids of patches must be the same, or directories of sweeps. Runs that differ in their
+            seed alone are averaged.
         images: at most 16 images for predictions and features; None: images of the first run's data.
         console: told where the page is.
     """
@@ -69,27 +73,25 @@ def write_report(
     require_writable(f"The report {out}", out)
     if not runs:
         raise InputError("No run is given: name at least one run directory.")
-    if len({Path(path).resolve() for path in runs}) < len(runs):
+    folders = run_folders(runs)
+    if len({path.resolve() for path in folders}) < len(folders):
         raise InputError(f"A run is given twice: {', '.join(map(str, runs))}.")
-    records = [read_records(path) for path in runs]
+    records = [read_records(path) for path in folders]
     check_same_grid(records)
-    page = render_page(records, choose_pictures(records, images)).encode("utf-8", "replace")
+    page = render_page(group_seeds(records), choose_pictures(records, images)).encode("utf-8", "replace")
     write_atomically(out, lambda file: file.write_bytes(page))
     if console is not None:
         console.print(f"Report: {escape(str(out))} ({len(page) / 1e6:.1f} MB)", highlight=False, soft_wrap=True)
     return out
 
 
-def render_page(runs: Sequence[RunRecords], pictures: Pictures) -> str:
+def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
     """Return the page as HTML."""
-    looks = [_look(run, pictures, len(runs)) for run in runs]
-    names = [run.name for run in runs]
-    names = names if len(set(names)) == len(names) else [str(run.path) for run in runs]
-    sessions = [_sessions(run) for run in runs]
-    drawn = charts(runs, looks)
+    looks = [_look(group.first, pictures, len(groups)) for group in groups]
+    drawn = charts(groups, looks)
     data = {
-        "runs": names,
-        "grid": list(runs[0].grid),
+        "runs": [group.name for group in groups],
+        "grid": list(groups[0].first.grid),
         "charts": drawn,
         "positions": [look.positions for look in looks],
         "predictions": [look.predictions for look in looks],
@@ -99,32 +101,52 @@ def render_page(runs: Sequence[RunRecords], pictures: Pictures) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    single = len(groups) == len(groups[0].runs) == 1
     return environment.get_template("report.html").render(
-        runs=[
-            {
-                "name": name,
-                "state": run.status.state,
-                "status": status_text(run),
-                "warnings": list(health_warnings(run)),
-                "notes": look.notes,
-                "config": to_json(run.config),
-                "sessions": json.dumps(session, indent=2, ensure_ascii=False),
-            }
-            for name, run, look, session in zip(names, runs, looks, sessions, strict=True)
-        ],
-        summary=summary_table(runs, names, looks),
-        settings=settings_table(runs, names, sessions),
-        scores=[*score_tables(runs, names), *demo_tables(runs, names)],
+        groups=[_described(group, look) for group, look in zip(groups, looks, strict=True)],
+        several_seeds=any(len(group.runs) > 1 for group in groups),
+        cards=cards(groups[0]) if single else [],
+        scores=run_scores(groups[0]) if single else list(compared_scores(groups)),
+        details=[details_table(run.results) for group in groups for run in group.runs if run.results] if single else [],
+        summary=summary_table(groups, looks),
+        differences=differences_table(groups),
+        settings=settings_table(groups),
         pictures=pictures,
         sections={chart["section"] for chart in drawn}
         | {section for section in MODEL_SECTIONS if any(getattr(look, section, None) for look in looks)},
-        objectives=len({run.config.objective.kind for run in runs}),
+        objectives=len({group.first.config.objective.kind for group in groups}),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         version=stop_mim.__version__,
         style=(HERE / "report.css").read_text(),
         script=(HERE / "report.js").read_text(),
         data=embedded_json(data),
     )
+
+
+def _described(group: RunGroup, look: Looks) -> Plain:
+    """Return what the page says about a group in words."""
+    several = len(group.runs) > 1
+    states = {status_text(run): run.status.state for run in group.runs}
+    seeds = f"{len(group.runs)} seeds ({group.seeds}): " if several else ""
+    return {
+        "name": group.name,
+        "state": min(states.values(), key=STATES.index),
+        "status": seeds + "; ".join(states),
+        "warnings": [
+            f"{f'Seed {run.config.seed}, s' if several else 'S'}{text[1:]}"
+            for run in group.runs
+            for text in health_warnings(run)
+        ],
+        "notes": look.notes,
+        "records": [
+            {
+                "name": f"{group.name}, seed {run.config.seed}" if several else group.name,
+                "config": to_json(run.config),
+                "sessions": json.dumps(_sessions(run), indent=2, ensure_ascii=False),
+            }
+            for run in group.runs
+        ],
+    }
 
 
 def _look(run: RunRecords, pictures: Pictures, n_runs: int) -> Looks:
@@ -171,35 +193,66 @@ def health_warnings(run: RunRecords) -> Iterator[str]:
             known = set(symptoms)
 
 
-def summary_table(runs: Sequence[RunRecords], names: Sequence[str], looks: Sequence[Looks]) -> Table:
+def newest(run: RunRecords) -> dict[str, float]:
+    """Return the newest value of every measurement of a run."""
+    found: dict[str, float] = {}
+    for line in run.metrics:
+        found |= {name: value for name, value in line.items() if isinstance(value, int | float)}
+    return found
+
+
+def over_seeds(values: Sequence[float], digits: str = ".4g") -> str:
+    """Return a value, or the mean of several with their standard deviation."""
+    found = spread(values)
+    return f"{found.mean:{digits}}" + (f" ± {found.std:{digits.replace('4', '2')}}" if found.std else "")
+
+
+def summary_table(groups: Sequence[RunGroup], looks: Sequence[Looks]) -> Table:
     """Return the newest value of the main measurements, and the noise at the newest checkpoint."""
-    newest: list[dict[str, float]] = [{} for _ in runs]
-    for found, run in zip(newest, runs, strict=True):
-        for line in run.metrics:
-            found |= {name: value for name, value in line.items() if isinstance(value, int | float)}
-    columns = [
-        {"Step": f"{run.last_step:,}" if run.metrics else NOTHING}
-        | {title: f"{found[key]:.4g}" for key, title in NEWEST.items() if key in found}
-        | (
-            {"Effective rank of Σ": look.spectrum["effective_rank"], "Trace of Σ": look.spectrum["trace"]}
-            if look.spectrum
-            else {}
-        )
-        for run, found, look in zip(runs, newest, looks, strict=True)
-    ]
-    return _by_run("Newest measurements", names, columns)
+    columns = []
+    for group, look in zip(groups, looks, strict=True):
+        steps = {f"{run.last_step:,}" if run.metrics else NOTHING for run in group.runs}
+        found = [newest(run) for run in group.runs]
+        column = {"Step": ", ".join(sorted(steps))}
+        for key, title in NEWEST.items():
+            if values := [one[key] for one in found if key in one]:
+                column[title] = over_seeds(values)
+        if look.spectrum:
+            column |= {"Effective rank of Σ": look.spectrum["effective_rank"], "Trace of Σ": look.spectrum["trace"]}
+        columns.append(column)
+    return _by_group("Newest measurements", [group.name for group in groups], columns)
 
 
-def settings_table(runs: Sequence[RunRecords], names: Sequence[str], sessions: Sequence[list[Plain]]) -> Table:
-    """Return the main config fields, all fields in which the runs differ, and where they were trained."""
-    differing = [name for run in runs[1:] for name in changes(runs[0].config, run.config) if name != "out"]
+def differences_table(groups: Sequence[RunGroup]) -> Table | None:
+    """Return the config fields in which the groups differ, a row for each group; None for one group."""
+    first = groups[0].first.config
+    found = dict.fromkeys(name for group in groups[1:] for name in changes(first, group.first.config))
+    names = [name for name in found if name not in ("out", "seed")]
+    rows = [[group.name, *(str(attrgetter(name)(group.first.config)) for name in names)] for group in groups]
+    return Table("What differs", ["", *names], rows) if names else None
+
+
+def settings_table(groups: Sequence[RunGroup]) -> Table:
+    """Return the main config fields that all runs share, what was left out of their data, and where they were trained."""
+    runs = [run for group in groups for run in group.runs]
     columns = [
-        {name: str(attrgetter(name)(run.config)) for name in (*MAIN_FIELDS, *differing)}
+        {name: str(attrgetter(name)(run.config)) for name in MAIN_FIELDS}
+        | {"seed": str(run.config.seed)}
         | ({"left out of the data": left_out} if (left_out := RunFolder(run.path).skipped()) else {})
-        | _where(session)
-        for run, session in zip(runs, sessions, strict=True)
+        | _where(_sessions(run))
+        for run in runs
     ]
-    return _by_run("Settings", names, columns)
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = list(dict.fromkeys(column.get(name, NOTHING) for column in columns))
+        if len(values) == 1 or name not in MAIN_FIELDS:
+            rows.append([name, values[0] if len(values) == 1 else _joined(name, values)])
+    return Table("Settings" if len(runs) == 1 else "Settings of all runs", ["", ""], rows)
+
+
+def _joined(name: str, values: Sequence[str]) -> str:
+    """Return different values of a setting: all seeds, else the first value and how many there are."""
+    return ", ".join(sorted(values, key=int)) if name == "seed" else f"{values[0]} and {len(values) - 1} others"
 
 
 def _where(sessions: Sequence[Plain]) -> dict[str, str]:
@@ -214,27 +267,63 @@ def _where(sessions: Sequence[Plain]) -> dict[str, str]:
     }
 
 
-def score_tables(runs: Sequence[RunRecords], names: Sequence[str]) -> list[Table]:
-    """Return a table of headline test scores for each dataset."""
-    columns: dict[str, list[dict[str, str]]] = {}
-    for number, run in enumerate(runs):
-        for one in run.results:
-            # Scores of a single checkpoint are not those of the run.
-            of_checkpoint = f" · {Path(one.encoder).stem}" if one not in run.evaluations else ""
-            found = {f"{one.name_of(score)}{of_checkpoint}": score.text for score in one.scores if score.headline}
-            columns.setdefault(one.data, [{} for _ in runs])[number] |= found
-    return [_by_run(f"Test scores in % on {data}", names, found) for data, found in columns.items() if any(found)]
+def cards(group: RunGroup) -> list[dict[str, str]]:
+    """Return the main scores of a run, or of its online probe if it is not evaluated, as title, number and remark."""
+    tables = run_scores(group)
+    found = []
+    for row in [row for table in tables for row in table.rows][:MOST_CARDS]:
+        name, number, before, chance = row[0], row[-4], row[-2], row[-1]
+        known = {"untrained": before, "chance": chance}
+        remark = " · ".join(f"{what} {text}" for what, text in known.items() if text != NOTHING)
+        found.append({"title": name, "number": number, "remark": remark or row[-3]})
+    if not found:
+        last = newest(group.first)
+        online = {
+            NEWEST[key].removesuffix(", %"): last[key] for key in last if key.startswith("probe/") and key in NEWEST
+        }
+        found = [{"title": name, "number": f"{value:.1f}", "remark": "top-1 in %"} for name, value in online.items()]
+    return found
 
 
-def demo_tables(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[Table]:
-    """Yield the scores that `stop-mim demo` wrote: trained, untrained and pixels."""
-    for run, name in zip(runs, names, strict=True):
-        if (file := run.path / DEMO_SCORES).exists():
-            scores: dict[str, dict[str, float]] = json.loads(file.read_text())
-            columns = [{score: f"{value:.1f}" for score, value in found.items()} for found in scores.values()]
-            yield _by_run(f"{name}: test accuracy in % of frozen features", list(scores), columns)
+def run_scores(group: RunGroup) -> list[Table]:
+    """Return the main scores of a run, of its checkpoints and of its initial weights, a table for each dataset."""
+    run, by_data = group.first, dict[str, list[Evaluation]]()
+    for one in run.results:
+        # The same encoder may have been named in several ways; scores of a checkpoint are not those of the run.
+        name = group.name if one in run.evaluations else f"{group.name}, {Path(one.encoder).stem}"
+        name = f"{UNTRAINED}{group.name}" if one.is_baseline else name
+        by_data.setdefault(one.data, []).append(replace(one, encoder=name))
+    return [headline_table(found) for found in by_data.values() if any(s.headline for one in found for s in one.scores)]
 
 
-def _by_run(caption: str, names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> Table:
+def compared_scores(groups: Sequence[RunGroup]) -> Iterator[Table]:
+    """Yield a table for each dataset, a row for each group: the main scores, as mean and deviation over seeds."""
+    for data in dict.fromkeys(one.data for group in groups for run in group.runs for one in run.evaluations):
+        cells = [_group_scores([run.evaluations for run in group.runs], data) for group in groups]
+        names = list(dict.fromkeys(name for row in cells for name in row))
+        rows = [
+            [group.name, *(row.get(name, NOTHING) for name in names)] for group, row in zip(groups, cells, strict=True)
+        ]
+        baselines = [[one for one in run.results if one.is_baseline] for group in groups for run in group.runs]
+        before = _group_scores(baselines, data)
+        extra = [["untrained", *(before.get(name, NOTHING) for name in names)]] if before else []
+        if names:
+            yield Table(f"Test scores in % on {data}", ["", *names], [*rows, *extra])
+
+
+def _group_scores(runs: Sequence[Sequence[Evaluation]], data: str) -> dict[str, str]:
+    """Return the main scores by name: of several runs, mean and standard deviation; of one, its interval."""
+    found: dict[str, list[Score]] = {}
+    for evaluations in runs:
+        own = {one.name_of(s): s for one in evaluations if one.data == data for s in one.scores if s.headline}
+        for name, score in own.items():
+            found.setdefault(name, []).append(score)
+    return {
+        name: scores[0].text if len(scores) == 1 else over_seeds([score.value for score in scores], ".1f")
+        for name, scores in found.items()
+    }
+
+
+def _by_group(caption: str, names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> Table:
     rows = dict.fromkeys(row for column in columns for row in column)
     return Table(caption, ["", *names], [[row, *(column.get(row, NOTHING) for column in columns)] for row in rows])

@@ -23,7 +23,7 @@ from stop_mim.analysis.predictions import (
     sample_images,
     sample_masks,
 )
-from stop_mim.analysis.runs import AnalysedRun, RunRecords
+from stop_mim.analysis.runs import AnalysedRun, RunGroup, RunRecords
 from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.errors import InputError
 from stop_mim.models.objective import TargetObjective
@@ -70,15 +70,15 @@ MEASUREMENTS = (
 )
 
 
-def charts(runs: Sequence[RunRecords], looks: Sequence["Looks"]) -> list[Plain]:
-    """Return the charts of the report: every measurement over steps, and the spectra of the noise."""
-    most = min(MOST_CURVE_POINTS, max(LEAST_CURVE_POINTS, CURVE_POINTS // len(runs)))
+def charts(groups: Sequence[RunGroup], looks: Sequence["Looks"]) -> list[Plain]:
+    """Return the charts of the report: every measurement over steps, averaged over seeds, and the spectra of the noise."""
+    most = min(MOST_CURVE_POINTS, max(LEAST_CURVE_POINTS, CURVE_POINTS // len(groups)))
     found = []
     for one in MEASUREMENTS:
         series = [
             {"run": number, **points}
-            for number, run in enumerate(runs)
-            if (points := curve(run.metrics, one.key, most)) is not None
+            for number, group in enumerate(groups)
+            if (points := curve([run.metrics for run in group.runs], one.key, most)) is not None
         ]
         if one.key != "sigma" or any(any(line["y"]) for line in series):
             found.append(_chart(one.section, one.title, one.meaning, "step", series))
@@ -98,11 +98,30 @@ def _chart(section: str, title: str, meaning: str, x: str, series: list[Plain], 
     return {"section": section, "title": title, "meaning": meaning, "x": x, "series": series, "log": list(log)}
 
 
-def curve(metrics: Sequence[dict[str, float]], key: str, most_points: int) -> Plain | None:
-    """Return steps and finite values of a measurement; of too many points, those that keep every peak."""
-    known = [(line["step"], line[key]) for line in metrics if isinstance(line.get(key), int | float)]
-    points = thinned([point for point in known if math.isfinite(point[1])], most_points)
-    return {"x": [int(step) for step, _ in points], "y": [rounded(value) for _, value in points]} if points else None
+def curve(runs: Sequence[Sequence[dict[str, float]]], key: str, most_points: int) -> Plain | None:
+    """Return steps and values of a measurement, the mean over runs at the steps that all have, with lowest and highest.
+
+    Values that are not finite are left out; of too many points, those are kept that show every peak.
+    """
+    found = [
+        {
+            line["step"]: line[key]
+            for line in metrics
+            if isinstance(line.get(key), int | float) and math.isfinite(line[key])
+        }
+        for metrics in runs
+    ]
+    found = [points for points in found if points]
+    if not found:
+        return None
+    steps = sorted(set.intersection(*map(set, found))) or sorted(found[0])
+    values = {step: [points[step] for points in found if step in points] for step in steps}
+    shown = thinned([(step, math.fsum(own) / len(own)) for step, own in values.items()], most_points)
+    plain: Plain = {"x": [int(step) for step, _ in shown], "y": [rounded(value) for _, value in shown]}
+    if len(found) > 1:
+        plain["low"] = [rounded(min(values[step])) for step, _ in shown]
+        plain["high"] = [rounded(max(values[step])) for step, _ in shown]
+    return plain
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:

@@ -1,6 +1,8 @@
 """Runs opened for analysis: config, status, metrics, scores and newest weights; and runs compared in groups."""
 
 import dataclasses
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
 from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.sweeps.grid import changes
-from stop_mim.sweeps.plan import WITHOUT_EFFECT
+from stop_mim.sweeps.plan import PLAN_FILE, SCORES_FILE, WITHOUT_EFFECT
 from stop_mim.sweeps.summary import Spread, spread
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
@@ -116,8 +118,8 @@ class RunRecords:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of the run's encoder, without those of single checkpoints and of the encoder beside the target."""
-        names = [(Path(one.encoder), one) for one in self.results]
+        """The evaluations of the run's encoder: not those of checkpoints, of RUN#encoder, and of its initial weights."""
+        names = [(Path(one.encoder), one) for one in self.results if not one.is_baseline]
         return [one for path, one in names if path.parent.name != "checkpoints" and "#" not in path.name]
 
     def scores(self) -> dict[ScoreKey, float]:
@@ -125,6 +127,75 @@ class RunRecords:
         found = {score_key(one, score): score.value for one in self.evaluations for score in one.scores}
         online = [name for name in ONLINE if any(name in line for line in self.metrics)]
         return found | {ScoreKey(name): self.newest(name) for name in online}
+
+
+def run_folders(paths: Sequence[str | Path]) -> list[Path]:
+    """Return run directories; that of a sweep stands for its finished runs, or for all as long as none is finished."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not (plan := path / PLAN_FILE).exists():
+            found.append(path)
+            continue
+        try:
+            variants = json.loads(plan.read_text())["variants"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{plan} cannot be read: restore it, or name the runs.") from error
+        runs = [
+            run
+            for variant in variants
+            for run in sorted(path.glob(f"{variant}/seed-*"), key=lambda run: int(run.name.removeprefix("seed-")))
+            if RunFolder(run).config_file.exists()
+        ]
+        if not runs:
+            raise InputError(f"The sweep {path} has no runs yet: start it, or name others.")
+        found += [run for run in runs if (run / SCORES_FILE).exists()] or runs
+    return found
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ in their seed alone, in the order of their seeds."""
+
+    name: str
+    runs: list[RunRecords]
+
+    @property
+    def first(self) -> RunRecords:
+        """The run whose model is shown."""
+        return self.runs[0]
+
+    @property
+    def seeds(self) -> str:
+        """The seeds, such as 0, 1, 2."""
+        return ", ".join(str(run.config.seed) for run in self.runs)
+
+
+def group_seeds(runs: Sequence[RunRecords]) -> list[RunGroup]:
+    """Group runs that differ in their seed alone; names are paths without the part that all have in common."""
+    groups: dict[tuple[TrainConfig, int], list[RunRecords]] = {}
+    seen: dict[TrainConfig, int] = {}
+    for run in runs:
+        # A second run of the same seed is no other sample: it has a group of its own.
+        whole = dataclasses.replace(run.config, out="", stop_after_steps=None)
+        seen[whole] = seen.get(whole, -1) + 1
+        groups.setdefault((dataclasses.replace(whole, seed=0), seen[whole]), []).append(run)
+    ordered = [sorted(group, key=lambda run: run.config.seed) for group in groups.values()]
+    return [RunGroup(*named) for named in zip(_group_names(ordered), ordered, strict=True)]
+
+
+def _group_names(groups: Sequence[Sequence[RunRecords]]) -> list[str]:
+    """Return the common path of each group's runs, without what all runs have in common."""
+    paths = [[run.path.resolve() for run in group] for group in groups]
+    if len(groups) == 1:
+        (own,) = paths
+        return [own[0].name if len(own) == 1 else Path(os.path.commonpath(own)).name or own[0].name]
+    shared = os.path.commonpath([path.parent for group in paths for path in group])
+    names = []
+    for group in paths:
+        common = Path(os.path.commonpath(group))
+        name = os.path.relpath(common, shared)
+        names.append(os.path.relpath(group[0], shared) if name == "." else name)
+    return names
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,6 @@ def test_nothing_of_a_run_becomes_markup(stop_run, report, tmp_path):
     run = pretend(stop_run, tmp_path / "<script>alert(1)<&>", results=results)
     sessions = [{"recipe": HOSTILE, "platform": HOSTILE, "packages": {HOSTILE: HOSTILE}}]
     (run / "environment.json").write_text(json.dumps(sessions))
-    (run / "demo.json").write_text(json.dumps({HOSTILE: {HOSTILE: 1.0}}))
     write_status(run, "failed", 8, HOSTILE)
     plain, page = report(stop_run), report(run)
     for tag in ("script", "img", "iframe", "style", "link"):
@@ -224,24 +223,53 @@ def test_several_runs_are_compared(stop_run, report, tmp_path):
     page = report(stop_run, other)
     assert "2 runs" in page.words
     assert re.search(r"Loss \S+ 0\.125 ", page.words)
-    assert "positions.sigma 0.25 0.5" in page.words
+    first, second = page.data["runs"]
+    assert f"What differs positions.sigma {first} 0.25 {second} 0.5" in page.words
     assert [series["run"] for series in page.charts["Loss"]["series"]] == [0, 1]
     assert page.data["predictions"][0]["context"] == page.data["predictions"][1]["context"]
     twin = pretend(stop_run, tmp_path / "elsewhere" / stop_run.name)
-    assert report(stop_run, twin).data["runs"] == [str(stop_run), str(twin)]
+    names = report(stop_run, twin).data["runs"]
+    assert [name.split("/")[-1] for name in names] == [stop_run.name] * 2
+    assert len(set(names)) == 2
 
 
-def test_scores_are_the_headlines_with_intervals_or_spreads(stop_run, report, tmp_path):
+def test_a_sweep_is_opened_by_its_directory_and_its_seeds_are_averaged(stop_run, report, tmp_path):
+    sweep = tmp_path / "sweep"
+    for variant, sigma, values in (("low", 0.1, (0.5, 0.7, 9.0)), ("high", 1.0, (0.2,))):
+        for seed, value in enumerate(values):
+            results = [evaluation("linear", top1(100 * value), data="a")]
+            changes = {"seed": seed, "signs": {"loss": value}, "positions": PositionsConfig(sigma=sigma)}
+            pretend(stop_run, sweep / variant / f"seed-{seed}", results=results, **changes)
+    (sweep / "sweep.json").write_text(json.dumps({"variants": {"low": {}, "high": {}}}))
+    for finished in ("low/seed-0", "low/seed-1", "high/seed-0"):
+        (sweep / finished / "scores.json").touch()
+    page = report(sweep)
+    assert page.data["runs"] == ["low", "high/seed-0"]
+    low, high = page.charts["Loss"]["series"]
+    assert (low["y"][-1], low["low"][-1], low["high"][-1]) == pytest.approx((0.6, 0.5, 0.7))
+    assert "low" not in high
+    # √(2 · 0.1²) around the mean.
+    assert "Loss 0.6 ± 0.14 0.2" in page.words
+    assert "linear/top1 low 60.0 ± 14.1 high/seed-0 20.0" in page.words
+    assert "low 2 seeds (0, 1): " in page.words
+    (sweep / "sweep.json").write_text("{")
+    with pytest.raises(InputError, match=r"sweep\.json"):
+        report(sweep)
+
+
+def test_scores_are_the_headlines_beside_the_untrained_network(stop_run, report, tmp_path):
     checkpoint = "run/checkpoints/step-00000004.safetensors"
     results = [
         evaluation("linear", top1(50.0, low=45.0, high=55.0), Score("top1", 49.0, layers=1), data="a"),
         evaluation("low-shot", top1(20.0, std=1.5, variant={"amount": "1%"}), label="count", data="b"),
         evaluation("knn", top1(30.0), data="a", encoder=checkpoint),
+        evaluation("linear", top1(40.0), data="a", encoder="untrained:run"),
     ]
     words = report(pretend(stop_run, tmp_path / "scored", results=results)).words
-    assert "Test scores in % on a scored linear/top1 50.0 [45.0, 55.0] knn/top1 · step-00000004 30.0" in words
+    assert words.index("linear/top1 50.0 % untrained 40.0") < words.index("Scores"), "the page begins with them"
+    assert "linear/top1 scored 50.0 [45.0, 55.0] 40.0 – knn/top1 scored, step-00000004 30.0" in words
     assert "count/low-shot/1%/top1 20.0 ± 1.5" in words
-    assert "49.0" not in words
+    assert "linear/last1/top1" in words.split("All scores", 1)[1]
 
 
 def test_sixteen_images_stay_below_ten_megabytes(tmp_path):
