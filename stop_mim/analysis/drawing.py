@@ -101,8 +101,16 @@ def add_letters(panels: Sequence[Axes]) -> None:
         axes.set_title(letter, loc="left", fontweight="bold")
 
 
-def draw_against_sigma(axes: Axes, spreads: dict[str, dict[float, Spread]], bands: bool = True) -> None:
-    """Draw a line for every form of noise, ± standard deviation as bands or bars, and a level for runs without noise."""
+def draw_against_sigma(
+    axes: Axes,
+    spreads: dict[str, dict[float, Spread]],
+    bands: bool = True,
+    places: dict[str, dict[float, Spread]] | None = None,
+) -> None:
+    """Draw a line for every form of noise, ± standard deviation as bands or bars, and a level for runs without noise.
+
+    Each value is drawn at its sigma, or at the mean of its place.
+    """
     level = spreads.get("none", {}).get(0.0)
     if level is not None:
         axes.axhline(level.mean, color=GREY, linestyle="--", label="fixed positions (σ = 0)")
@@ -112,7 +120,8 @@ def draw_against_sigma(axes: Axes, spreads: dict[str, dict[float, Spread]], band
     forms = dict.fromkeys(form for form in (*known, *sorted(spreads)) if form in spreads and form != "none")
     for number, (form, colour, marker) in enumerate(zip(forms, SERIES, MARKERS, strict=False)):
         # Bars are drawn side by side, so that they do not hide each other.
-        sigmas = [sigma * (1 if bands else 1.06**number) for sigma in spreads[form]]
+        beside = 1 if bands or places else 1.06**number
+        sigmas = [(places[form][sigma].mean if places else sigma) * beside for sigma in spreads[form]]
         means = [value.mean for value in spreads[form].values()]
         stds = [value.std or 0.0 for value in spreads[form].values()]
         if bands:

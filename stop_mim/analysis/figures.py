@@ -23,7 +23,6 @@ from stop_mim.analysis.drawing import (
     GREEN,
     GREY,
     MARKERS,
-    NARROW,
     ORANGE,
     SERIES,
     SKY,
@@ -215,7 +214,11 @@ def _draw_clouds(axes: Axes, positions: StochasticPositions, draws: int, generat
 
 @FIGURES.register("3")
 def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
-    """Accuracy against sigma, with a learned covariance (tied) and with a fixed one (identity)."""
+    """Accuracy with a learned covariance (tied) and a fixed one (identity), against sigma and against the noise they make.
+
+    At the same sigma the two make noise of different power. The second panel has the noise-to-signal ratio ‖ψ̂ - ψ‖ / ‖ψ‖
+    of the trained models on its axis, where models of equal power are above each other.
+    """
     records = _records(runs, "3")
     forms = {noise_of(run.config).form for run in records}
     if not {"tied", "identity"} <= forms or len({noise_of(run.config).sigma for run in records} - {0.0}) < 2:
@@ -225,12 +228,17 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
         )
     check_comparable(records)
     key = common_score(records, score)
-    figure = Figure(figsize=(NARROW + 0.4, 3.4), layout="constrained")
-    axes = figure.subplots()
-    draw_against_sigma(axes, spreads_by_sigma(records, lambda run: run.scores()[key]), bands=False)
-    axes.set_ylabel(score_label(key))
-    set_sigma_axis(axes, records)
-    add_legend_below(figure, axes, 2, seeds_label(records))
+    figure = Figure(figsize=(WIDE, 3.2), layout="constrained")
+    at_sigma, at_power = figure.subplots(1, 2, sharey=True)
+    scores = spreads_by_sigma(records, lambda run: run.scores()[key])
+    draw_against_sigma(at_sigma, scores, bands=False)
+    set_sigma_axis(at_sigma, records)
+    at_sigma.set(title="equal σ", ylabel=score_label(key))
+    power = spreads_by_sigma(records, lambda run: run.newest("health/noise_to_signal"))
+    draw_against_sigma(at_power, scores, bands=False, places=power)
+    at_power.set(title="equal power", xscale="log", xlabel="noise-to-signal ratio ‖ψ̂ − ψ‖ / ‖ψ‖ after training")
+    add_letters(figure.axes)
+    add_legend_below(figure, at_sigma, 2, seeds_label(records))
     return figure
 
 

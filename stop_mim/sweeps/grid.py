@@ -21,6 +21,8 @@ Axes = Mapping[str, Sequence[Any]]
 """Values of config fields, by path, whose combinations a sweep compares."""
 
 COVARIANCE_SIGMAS = (0.05, 0.1, 0.25, 0.5, 1.0)
+# A fixed covariance makes more noise at the same sigma: with these it has that of a learned one, too.
+SMALL_SIGMAS = (0.001, 0.01)
 SIGMAS = (0.0, 0.001, 0.01, 0.1, 0.25, 1.0, 10.0)
 L1_STRENGTHS = (1.0, 10.0, 100.0)
 LOW_RANKS = (8, 32)
@@ -57,7 +59,7 @@ def covariance() -> Sweep:
     learned = {f"learned-{sigma:g}": {**STOP, "positions.sigma": sigma} for sigma in COVARIANCE_SIGMAS}
     fixed = {
         f"fixed-{sigma:g}": {**STOP, "positions.covariance": "identity", "positions.sigma": sigma}
-        for sigma in COVARIANCE_SIGMAS
+        for sigma in (*SMALL_SIGMAS, *COVARIANCE_SIGMAS)
     }
     forms = {"untied": "untied", "diagonal": "diagonal"} | {
         f"low-rank-{rank}": f"low_rank({rank})" for rank in LOW_RANKS

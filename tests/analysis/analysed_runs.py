@@ -76,10 +76,11 @@ def write_status(run, state, step, message=""):
     (run / "status.json").write_text(json.dumps(status))
 
 
-def probed(top1, A_norm=1.0, mask_token_norm=0.1):
+def probed(top1, A_norm=1.0, mask_token_norm=0.1, noise_to_signal=0.0):
     return {
         "probe/linear_top1": top1,
         "probe/knn_top1": top1 / 2,
         "health/A_norm": A_norm,
         "health/mask_token_norm": mask_token_norm,
+        "health/noise_to_signal": noise_to_signal,
     }
