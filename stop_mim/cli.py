@@ -178,13 +178,16 @@ class Resume:
     """Checkpoint to continue from, instead of the newest one."""
     or_older: bool = False
     """Where the newest checkpoint is damaged, continue from the newest good one; for unattended restarts."""
+    data: str | None = None
+    """Where the run's data are now, if they have moved; a copy is as good."""
     stop_after_steps: int | None = None
     """Stop and save after this step of the whole run."""
 
     def __call__(self) -> None:
         from stop_mim.training.pretrain import resume
 
-        _report_end(resume(self.run, self.checkpoint, self.speed, self.stop_after_steps, or_older=self.or_older))
+        given = (self.run, self.checkpoint, self.speed, self.stop_after_steps)
+        _report_end(resume(*given, or_older=self.or_older, data=self.data))
 
 
 @COMMANDS.register("evaluate")

@@ -79,7 +79,7 @@ class CompiledStep:
         if self._is_tried:
             return self._step(batches, values, seed)
         self._is_tried = True
-        self._say("Compiling: the first step takes about a minute.")
+        self._say("compiling… the first step takes about a minute")
         try:
             return self._step(batches, values, seed)
         except (InputError, torch.OutOfMemoryError):

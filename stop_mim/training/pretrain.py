@@ -18,7 +18,7 @@ from rich.console import Console
 from stop_mim.constraints import check_effects
 from stop_mim.data.bad_images import skipped
 from stop_mim.data.batches import Batches
-from stop_mim.data.sources import absolute_name
+from stop_mim.data.sources import absolute_name, is_dataset
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.kernels.fast import is_half
@@ -98,7 +98,10 @@ def train(
             config = settle(config, ranks, display)
             parts = prepare(config, folder, ranks, display)
             weights = None if initialise is None else initialise(parts.objective, warn=display.warn)
-            trial = take_trial_steps(parts.trainer, config.log.trial_steps) if config.log.trial_steps else None
+            trial = None
+            if config.log.trial_steps:
+                display.say("measuring  some trial steps, which are undone")
+                trial = take_trial_steps(parts.trainer, config.log.trial_steps)
             if ranks.is_main:
                 kept = replace(with_absolute_paths(config), out=str(folder.path))
                 folder.create(kept, recipe, weights, parts.ignored)
@@ -116,6 +119,7 @@ def resume(
     stop_after_steps: int | None = None,
     console: Console | None = None,
     or_older: bool = False,
+    data: str | None = None,
 ) -> TrainResult:
     """Continue a run as if it had not been stopped.
 
@@ -126,9 +130,14 @@ def resume(
         stop_after_steps: stop (and save) after so many steps of the whole run.
         console: where progress is shown; default: standard error.
         or_older: where the newest checkpoint is damaged, continue from the newest good one.
+        data: where the run's data are now, if they have moved.
     """
     folder = RunFolder(Path(path))
     begun = folder.config()
+    if data is not None:
+        begun = replace(begun, data=absolute_name(data))
+    elif not is_dataset(begun.data):
+        raise InputError(f"The data of this run, '{begun.data}', are not there: give their new place with --data.")
     config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
     saved, damaged = open_checkpoint(folder, checkpoint, or_older)
     if saved is None and (weights := folder.initial_weights()) is not None:
@@ -152,6 +161,8 @@ def resume(
             raise InputError(f"stop_after_steps is {stop_after_steps}, and step {step} is done: give a later step.")
         if ranks.is_main:
             folder.forget_after(step)
+            if data is not None:
+                folder.write_config(begun)
             folder.record_environment({"resumed_at_step": step})
         wait_for_all(ranks)
         return run(parts, folder, display)

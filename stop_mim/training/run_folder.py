@@ -97,6 +97,10 @@ class RunFolder:
         # config.json comes last: once it exists the run can be resumed, and must know its initial weights.
         facts = {"recipe": recipe, "weights": weights, "ignored_files": dict(ignored or {}) or None}
         self.record_environment({name: value for name, value in facts.items() if value is not None})
+        self.write_config(config)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write config.json."""
         write_atomically(self.config_file, lambda file: file.write_text(to_json(config)))
 
     def record_environment(self, facts: dict[str, Any]) -> None:

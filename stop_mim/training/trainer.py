@@ -6,6 +6,7 @@
 A step updates the model; callbacks do the rest: metrics, health, probe, progress and checkpoints.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -23,6 +24,7 @@ from stop_mim.training.distributed import Ranks, any_rank, wait_for_all
 from stop_mim.training.step import Outcome, StepOutcome, read_outcomes
 
 MAX_NOT_FINITE_IN_A_ROW = 5
+ANSWER = "Stopping after this step; Ctrl-C again quits without saving."
 
 Step = Callable[[Any, Any, int], Outcome]
 """(batch, scheduled values, seed) -> loss, norm of the gradient and whether the weights were updated, on the device."""
@@ -122,7 +124,7 @@ class Trainer:
         self.end = min(self.total_steps, end or self.total_steps)
         self.interrupted_by, self.error = None, None
         try:
-            with catch_interruption() as interruption:
+            with catch_interruption(ANSWER if self.ranks.is_main else "") as interruption:
                 for callback in self._active():
                     callback.start(self)
                 with closing(self.batches(self.done)) as batches:
@@ -211,8 +213,11 @@ class Interruption:
 
 
 @contextmanager
-def catch_interruption() -> Iterator[Interruption]:
-    """Note the first SIGTERM or Ctrl-C instead of ending the process; a second one ends it as usual."""
+def catch_interruption(answer: str = "") -> Iterator[Interruption]:
+    """Note the first SIGTERM or Ctrl-C instead of ending the process; a second one ends it as usual.
+
+    `answer` is written to standard error at once when Ctrl-C is pressed.
+    """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -221,6 +226,9 @@ def catch_interruption() -> Iterator[Interruption]:
 
     def note(number: int, frame: FrameType | None) -> None:
         interruption.signal_name = signal.Signals(number).name
+        if answer and number == signal.SIGINT:
+            # Not with print: what the signal interrupts may be printing.
+            os.write(2, f"\n{answer}\n".encode())
         signal.signal(number, before[signal.Signals(number)])
 
     for number in before:

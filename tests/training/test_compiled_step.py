@@ -40,7 +40,7 @@ def compiled(request, tmp_path_factory):
 
 def test_nothing_failed_and_nothing_was_left_out(compiled):
     device, _, found = compiled
-    assert found["compiled"]["told"] == ["Compiling: the first step takes about a minute."]
+    assert found["compiled"]["told"] == ["compiling… the first step takes about a minute"]
     assert found["eager"]["told"] == []
     assert "could not be" not in found["shown"]
     assert found["counters"]["graph_break"] == {}

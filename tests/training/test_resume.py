@@ -227,6 +227,23 @@ def test_a_run_whose_memory_became_scarce_has_the_images_where_they_were(tmp_pat
     assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "stopped", TOTAL))
 
 
+def test_data_that_have_moved_are_found_where_they_are_now(tmp_path):
+    data = write_images(tmp_path / "before")
+    run(tiny_config(data, tmp_path / "moved", stop_after_steps=4))
+    data.rename(tmp_path / "after")
+    with pytest.raises(InputError, match="give their new place with --data"):
+        go_on(tmp_path / "moved")
+    before = (tmp_path / "moved" / "config.json").read_text()
+    with pytest.raises(InputError, match="have changed"):
+        go_on(tmp_path / "moved", data="scenes:count=56,size=32")
+    assert (tmp_path / "moved" / "config.json").read_text() == before
+    # Without the times of the files, as after a plain copy.
+    for file in (tmp_path / "after").iterdir():
+        os.utime(file)
+    go_on(tmp_path / "moved", data=str(tmp_path / "after"), stop_after_steps=5)
+    assert go_on(tmp_path / "moved", stop_after_steps=6).step == 6
+
+
 def test_another_loader_is_told_if_it_is_asked_for(tmp_path, equal_images):
     config = tiny_config(equal_images, tmp_path / "run", stop_after_steps=1)
     run(config)

@@ -13,7 +13,7 @@ from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
 from stop_mim.training.callbacks.progress import ShowProgress
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.trainer import Callback, Trainer, catch_interruption
+from stop_mim.training.trainer import ANSWER, Callback, Trainer, catch_interruption
 
 STEPS_PER_EPOCH, TOTAL = 4, 12
 
@@ -99,7 +99,7 @@ def test_a_training_of_any_kind_is_resumed_bit_for_bit(tmp_path):
 def test_progress_is_shown_after_every_step():
     shown = []
     make_trainer(ShowProgress(lambda *given: shown.append(given))).run()
-    assert shown == [(step, TOTAL, "") for step in range(1, TOTAL + 1)]
+    assert [(done, end) for done, end, _ in shown] == [(step, TOTAL) for step in range(TOTAL + 1)]
 
 
 class Recording(Callback):
@@ -180,12 +180,13 @@ def test_a_signal_ends_the_training_after_the_step_which_is_saved(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_second_ctrl_c_ends_as_usual():
+def test_ctrl_c_is_answered_at_once_and_a_second_one_ends_as_usual(capfd):
     # A shell starts its background jobs with Ctrl-C ignored, and the tests may be one of them.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with catch_interruption() as interruption:
+        with catch_interruption(ANSWER) as interruption:
             os.kill(os.getpid(), signal.SIGINT)
+            assert ANSWER in capfd.readouterr().err
             assert interruption.signal_name == "SIGINT"
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)

@@ -51,6 +51,11 @@ def absolute_name(name: str) -> str:
     return kind.prefix + os.path.abspath(os.path.expanduser(path)) if kind.is_path and not is_url(path) else name
 
 
+def is_dataset(name: str) -> bool:
+    """Whether some kind opens the name."""
+    return any(kind.matches(name) for kind in SOURCES.values())
+
+
 def find_kind(name: str) -> type[SourceKind]:
     """Return the kind that a name belongs to; raise InputError if there is none."""
     for kind in sorted(SOURCES.values(), key=lambda kind: kind.is_general):

@@ -1,31 +1,79 @@
 """Progress: a bar in a terminal, a line now and then elsewhere, and the run directory's status.json."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
+from rich.text import Text
 
 from stop_mim.errors import first_line
 from stop_mim.training.run_folder import RunFolder, RunState
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
 
-SECONDS_BETWEEN_LINES = 10.0
+# Lines outside of a terminal: a second after the first, then after twice as long each time.
+FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
 SECONDS_BETWEEN_STATUSES = 60.0
+PACE_SECONDS = 60.0
+BAR_WIDTH = 20
 # How the newest of these measurements is shown beside the bar.
-SHOWN = {
-    "images_per_second": "{:,.0f} images/s",
-    "loss": "loss {:.4f}",
+SHOWN = {"images_per_second": "{:,.3g} images/s", "loss": "loss {:.4f}"}
+# Measured rarely, and shown with the step at which they were.
+SHOWN_WITH_STEP = {
     "health/rankme": "RankMe {:.0f}",
     "health/A_norm": "|A| {:.2g}",
     "health/mask_token_norm": "|m̃| {:.2g}",
     "probe/linear_top1": "probe {:.1f}",
     "probe/knn_top1": "kNN {:.1f}",
 }
+
+
+class Pace:
+    """How fast some work is done, over the last minute; the first part, which may include preparations, counts only alone."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+        self._count = 0
+
+    def end(self, done: int, total: int) -> float | None:
+        """Note how much is done now; return when all will be done on time.monotonic's clock, None if that is unknown."""
+        now, points = time.monotonic(), self._points
+        points.append((now, done))
+        self._count += 1
+        if self._count == 3:
+            points.popleft()
+        while len(points) > 2 and points[1][0] < now - PACE_SECONDS:
+            points.popleft()
+        begun, first = points[0]
+        return now + (total - done) * (now - begun) / (done - first) if done > first else None
+
+
+def time_left(ends: float | None) -> str:
+    """Return the time until `ends`, from `Pace`, such as "0:01:05 left"; "" if it is unknown or over."""
+    seconds = 0 if ends is None else round(ends - time.monotonic())
+    return f"{timedelta(seconds=seconds)} left" if seconds > 0 else ""
+
+
+class TimeLeftColumn(ProgressColumn):
+    """The time left of a task, counted down between two updates."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text of the column."""
+        return Text(time_left(task.fields["ends"]), style="progress.remaining")
 
 
 class ProgressDisplay:
@@ -45,15 +93,16 @@ class ProgressDisplay:
         self._live = shown and self.console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=BAR_WIDTH),
             MofNCompleteColumn(),
-            TimeRemainingColumn(),
+            TimeLeftColumn(),
             TextColumn("{task.fields[values]}"),
             console=self.console,
             disable=not self._live,
         )
-        self._last_line = 0.0
+        self._last_line, self._interval = 0.0, FIRST_INTERVAL
         self._tasks: dict[str, TaskID] = {}
+        self._paces: dict[str, Pace] = {}
 
     def __enter__(self) -> "ProgressDisplay":
         self._progress.start()
@@ -65,14 +114,21 @@ class ProgressDisplay:
         self._progress.stop()
 
     def update(self, name: str, done: int, total: int, values: str = "") -> None:
-        """Show how much of the work of that name is done."""
+        """Show how much of the work of that name is done, and the time that is left."""
+        is_new = name not in self._paces
+        ends = self._paces.setdefault(name, Pace()).end(done, total)
         if self._live:
-            if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task(name, total=total, completed=done, values=values)
-            self._progress.update(self._tasks[name], completed=done, total=total, values=values)
-        elif self.shown and (time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or done == total):
+            # The values are cut where the line would be too long, not the numbers before them.
+            counts = f"{name} {done}/{total} {time_left(ends):16}"
+            values = values[: max(0, self.console.width - BAR_WIDTH - len(counts) - 3)]
+            if is_new:
+                self._tasks[name] = self._progress.add_task(name, total=total, completed=done, values=values, ends=ends)
+            self._progress.update(self._tasks[name], completed=done, total=total, values=values, ends=ends)
+        elif self.shown and (is_new or done == total or time.monotonic() - self._last_line > self._interval):
+            self._interval = FIRST_INTERVAL if is_new else min(2 * self._interval, LAST_INTERVAL)
             self._last_line = time.monotonic()
-            self.console.print(escape(f"{name} {done}/{total} {values}".rstrip()), soft_wrap=True, highlight=False)
+            line = " ".join(filter(None, [f"{name} {done:,}/{total:,}", time_left(ends), values]))
+            self.console.print(escape(line), soft_wrap=True, highlight=False)
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print and log a line."""
@@ -87,17 +143,23 @@ class ProgressDisplay:
 
 
 class ShowProgress(Callback):
-    """Calls `show(steps done, steps of this session, newest measurements as text)` after every step."""
+    """Calls `show(steps done, steps of this session, newest measurements as text)` at the start and after every step."""
 
     def __init__(self, show: Callable[[int, int, str], None]) -> None:
         self.show = show
         self._newest: dict[str, str] = {}
+        self._rare: dict[int, str] = {}
+
+    def start(self, trainer: Trainer) -> None:
+        self.show(trainer.done, trainer.end, "decoding the first images…")
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        for name, text in SHOWN.items():
-            if name in trainer.measurements:
-                self._newest[name] = text.format(trainer.measurements[name])
-        self.show(trainer.done, trainer.end, " ".join(self._newest[name] for name in SHOWN if name in self._newest))
+        measured = trainer.measurements
+        self._newest |= {name: text.format(measured[name]) for name, text in SHOWN.items() if name in measured}
+        if rare := [text.format(measured[name]) for name, text in SHOWN_WITH_STEP.items() if name in measured]:
+            self._rare = {trainer.done: " ".join(rare)}
+        rarely = [f"({text} at step {step:,})" for step, text in self._rare.items()]
+        self.show(trainer.done, trainer.end, " ".join([*self._newest.values(), *rarely]))
 
 
 class RecordStatus(Callback):
