@@ -99,7 +99,7 @@ def train(
             parts = prepare(config, folder, ranks, display)
             weights = None if initialise is None else initialise(parts.objective, warn=display.warn)
             trial = None
-            if config.log.trial_steps:
+            if config.log.trial_steps and not is_sharded(parts.objective):
                 display.say("measuring  some trial steps, which are undone")
                 trial = take_trial_steps(parts.trainer, config.log.trial_steps)
             if ranks.is_main:
@@ -213,7 +213,8 @@ def settle(config: TrainConfig, ranks: Ranks, display: ProgressDisplay) -> Train
     if config.optim.derive:
         images = len(open_data(config))
         config = derive(config, images, ranks.device.type, ranks.world_size)
-    if config.speed.batch_size_per_device is not None:
+    # The memory of sharded weights depends on all processes together.
+    if config.speed.batch_size_per_device is not None or config.speed.sharding != "none":
         return config
     per_step, _ = split_batch(config, ranks)
     if ranks.device.type == "cpu":
