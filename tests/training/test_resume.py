@@ -16,7 +16,7 @@ from stop_mim.errors import InputError
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
 from stop_mim.training.config import PositionsConfig, SpeedConfig
-from stop_mim.training.pretrain import resume, train
+from stop_mim.training.pretrain import CHECKPOINT_VERSION, resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
 
@@ -144,7 +144,10 @@ def test_a_checkpoint_of_another_version_is_refused_with_its_own_sentence(tmp_pa
     run(tiny_config(out=tmp_path / "run", stop_after_steps=2))
     newest = RunFolder(tmp_path / "run").newest_checkpoint()
     saved = read_checkpoint(newest)
-    for version, sentence in ((3, "was saved by a newer version"), (1, "was saved by another version")):
+    for version, sentence in (
+        (CHECKPOINT_VERSION + 1, "was saved by a newer version"),
+        (1, "was saved by another version"),
+    ):
         saved.state["run"]["version"] = version
         save_checkpoint(saved, newest)
         with pytest.raises(InputError, match=f"{newest.name} {sentence}"):
