@@ -45,7 +45,7 @@ class MaskConfig(Checked, group="masks"):
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked, group="augment"):
-    """How training images are changed; the defaults are the paper's recipe, a random resized crop and nothing else."""
+    """How training images are changed; the defaults are I-JEPA's: a random resized crop and nothing else."""
 
     crop_scale: Annotated[Range, Interval(at_most=1.0)] = (0.3, 1.0)
     """Smallest and largest area of a crop, as a fraction of the image."""
