@@ -1,5 +1,6 @@
 """Subsets of a dataset: images that a file lists by name, or a draw from each class."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from stop_mim.data.image_source import ImageSource
 from stop_mim.errors import InputError
 from stop_mim.seeds import seeded_generator
 
+_SYNSET = re.compile(r"_n\d{8}$")
+
 
 def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
     """Return the indices of the images that a text file names, one a line, in its order.
 
     A line is an image's name, or less of its path ("n01440764_10026.JPEG" for "n01440764/n01440764_10026.JPEG"), or
-    more of it; the extension may differ or be missing. Blank lines and lines that begin with # are skipped.
+    more of it; the extension may differ or be missing, and so may the synset that ImageNet's parquet files append
+    ("n01440764_10026_n01440764.JPEG"). Blank lines and lines that begin with # are skipped.
     """
     lines = _read_lines(path)
     candidates = _candidates(lines, source)
@@ -125,7 +129,7 @@ def _agree(name: str, other: str) -> bool:
 
 def _stem(name: str) -> str:
     stem, dot, extension = name.rpartition(".")
-    return stem if dot and extension.lower() in IMAGE_EXTENSIONS else name
+    return _SYNSET.sub("", stem if dot and extension.lower() in IMAGE_EXTENSIONS else name)
 
 
 def _base_stem(name: str) -> str:

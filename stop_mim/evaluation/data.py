@@ -82,8 +82,8 @@ def count_classes(counts: np.ndarray) -> Int[Tensor, " n"]:
 
 
 def distance_classes(distances: np.ndarray) -> Int[Tensor, " n"]:
-    """Return CLEVR/Dist: the distance of the nearest object in six bins, each with its lower edge."""
-    return torch.as_tensor(np.digitize(distances, DISTANCE_EDGES), dtype=torch.long)
+    """Return CLEVR/Dist: the distance of the nearest object in six bins, each with its upper edge, as VTAB's."""
+    return torch.as_tensor(np.digitize(distances, DISTANCE_EDGES, right=True), dtype=torch.long)
 
 
 CLASS_MAKERS: Mapping[str, Callable[[np.ndarray], Tensor]] = {"count": count_classes, "distance": distance_classes}

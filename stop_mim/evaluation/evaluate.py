@@ -140,6 +140,8 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
                     work.append(task(name, config, subject, one, progress))
     for one in work:
         one.check()
+    for note in dict.fromkeys(note for one in work for note in one.notes()):
+        display.say(note)
     return work
 
 

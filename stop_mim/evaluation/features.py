@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Int64, UInt8
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -121,10 +121,22 @@ def _numbers(layer: nn.Module) -> list[tuple[str, object]]:
     return sorted((k, v) for k, v in vars(layer).items() if isinstance(v, plain) and k not in NOT_IN_FEATURES)
 
 
-def features_folder(fingerprint: str, source: ImageSource, view: TestView, layers: int, device: torch.device) -> Path:
-    """Return the cache folder of the features; a GPU, which computes in bf16, has other ones than the CPU."""
+def features_folder(
+    fingerprint: str,
+    source: ImageSource,
+    view: TestView,
+    layers: int,
+    device: torch.device,
+    images: Int64[np.ndarray, " n"] | None = None,
+) -> Path:
+    """Return the cache folder of the features; a GPU, which computes in bf16, has other ones than the CPU.
+
+    Args:
+        images: of these images alone.
+    """
     seen = [source.fingerprint(), view.size, view.resize_to, view.interpolation]
-    key = digest([VERSION, fingerprint, *seen, layers, device.type])
+    some = [] if images is None else [images.tobytes()]
+    key = digest([VERSION, fingerprint, *seen, layers, device.type, *some])
     return cache_folder() / "features" / key
 
 
@@ -139,17 +151,23 @@ def extract_features(
     workers: int = 2,
     progress: Progress | None = None,
     decoding: Progress | None = None,
+    images: Int64[np.ndarray, " n"] | None = None,
 ) -> Features:
-    """Return the features of all images; the chunks that the folder lacks are computed, each by one process."""
-    chunks = range(-(-len(source) // CHUNK_IMAGES))
+    """Return the features of all images, or of some, in ascending order.
+
+    The chunks that the folder lacks are computed, each by one process.
+    """
+    images = np.arange(len(source)) if images is None else images
+    chunks = range(-(-len(images) // CHUNK_IMAGES))
     mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
     if mine:
         require_writable_cache(folder)
-        images = np.concatenate([np.arange(c * CHUNK_IMAGES, min((c + 1) * CHUNK_IMAGES, len(source))) for c in mine])
-        order = SequentialOrder(images, batch_size)
+        starts = torch.from_numpy(images[::CHUNK_IMAGES].copy())
+        here = np.concatenate([images[c * CHUNK_IMAGES : (c + 1) * CHUNK_IMAGES] for c in mine])
+        order = SequentialOrder(here, batch_size)
         batches = Batches(source, order, view, Placement(workers=workers), ranks.device, progress=decoding)
         with ThreadPoolExecutor(1) as writer:
-            _write_chunks(_embedded(encoder, batches, layers, progress), mine, folder, writer)
+            _write_chunks(_embedded(encoder, batches, layers, progress), mine, starts, folder, writer)
     wait_for_all(ranks)
     return _read_features(folder, len(chunks), encoder.dim, source.name)
 
@@ -173,6 +191,7 @@ def _embedded(
 def _write_chunks(
     embedded: Iterator[tuple[Int[Tensor, " batch"], Tensor]],
     chunks: Sequence[int],
+    starts: Int[Tensor, " chunks"],
     folder: Path,
     writer: ThreadPoolExecutor,
 ) -> None:
@@ -187,7 +206,7 @@ def _write_chunks(
             future.result()
 
     for numbers, features in embedded:
-        owners = numbers // CHUNK_IMAGES
+        owners = torch.searchsorted(starts, numbers.to(starts), right=True) - 1
         for chunk in owners.unique().tolist():
             finish(before=chunk)
             here = owners == chunk

@@ -3,8 +3,9 @@
 Features that do not fit into the device's memory are read again, chunk by chunk, in every step of the search.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,9 @@ from stop_mim.seeds import seeded_generator
 # Penalties per image; scikit-learn's C is 1 / (penalty · images).
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 HELD_OUT_FRACTION, MAX_HELD_OUT = 0.2, 50_000
-STEPS, HISTORY = 200, 10
+# After each round the search is preconditioned again; it ends when a round improves no loss by more than this part of it.
+ROUNDS, STEPS_A_ROUND, HISTORY, IMPROVEMENT = 16, 50, 10, 1e-3
+STEPS = ROUNDS * STEPS_A_ROUND
 # Bounds memory; changes no result.
 LOGITS_AT_A_TIME = 2**27
 
@@ -51,8 +54,7 @@ class LinearProbe:
 class TrainingFeatures:
     """Features and labels to fit probes to: centred, and standardised or scaled as a whole.
 
-    The search is preconditioned: it runs along the principal components, each scaled so that the loss is about equally
-    curved along all of them. The optimum is the same, and is found in tens of steps instead of hundreds.
+    Weights are searched along the principal components, see `fit_stacked`.
     """
 
     def __init__(
@@ -85,41 +87,17 @@ class TrainingFeatures:
         kept[-1] = True
         return variances[kept].float(), directions[:, kept].float()
 
-    def _batches(self, rows: int) -> Iterator[tuple[Float[Tensor, "rows k"], Int[Tensor, " rows"]]]:
+    def batches(self, rows: int) -> Iterator["Stacked"]:
+        """Yield so many images at a time, along the principal components, as a stack of one set."""
         chunks = self.chunks if self.projected is None else (self.projected,)
         for chunk, labels in zip(chunks, self.labels, strict=True):
             for part, part_labels in zip(chunk.split(rows), labels.split(rows), strict=True):
-                yield part if self.projected is not None else self._inputs(part) @ self.components, part_labels
+                inputs = part if self.projected is not None else self._inputs(part) @ self.components
+                yield inputs[None], part_labels[None], inputs.new_full((1, len(inputs)), 1 / self.count)
 
-    @torch.no_grad()
     def fit(self, penalties: Sequence[float], progress: Progress | None = None) -> list[LinearProbe]:
         """Return, for each penalty, the probe that minimises cross-entropy + penalty · ‖weight‖² / 2."""
-        problems, classes, k = len(penalties), self.classes, len(self.curvatures)
-        strengths = torch.tensor(penalties, device=self.device)[:, None].expand(-1, k)
-        # The bias is one more component, with variance 1 and no penalty.
-        strengths = F.pad(strengths, (0, 1))[:, None]
-        evenly = 1 / classes * (1 - 1 / classes)
-        stretch = (evenly * F.pad(self.curvatures, (0, 1), value=1.0) + strengths).rsqrt()
-        rows = max(1, LOGITS_AT_A_TIME // (problems * classes))
-
-        def objective(points: Tensor) -> tuple[Tensor, Tensor]:
-            weights = points.view(problems, classes, k + 1) * stretch
-            values = 0.5 * (strengths * weights.square()).sum((1, 2))
-            gradients = strengths * weights
-            flat, biases = weights[..., :k].reshape(-1, k), weights[..., k].reshape(-1)
-            for inputs, labels in self._batches(rows):
-                logits = torch.addmm(biases, inputs, flat.T).view(len(inputs), problems, classes)
-                index = labels[:, None, None].expand(-1, problems, 1)
-                logs = logits.log_softmax(2)
-                values = values - logs.gather(2, index).sum((0, 2)) / self.count
-                slopes = logs.exp_().scatter_add_(2, index, logs.new_full(index.shape, -1.0)).flatten(1) / self.count
-                along = torch.cat([slopes.T @ inputs, slopes.sum(0)[:, None]], 1)
-                gradients = gradients + along.view(problems, classes, k + 1)
-            return values, (gradients * stretch).flatten(1)
-
-        start = torch.zeros(problems, classes * (k + 1), device=self.device)
-        found = minimise(objective, start, STEPS, HISTORY, progress).view(problems, classes, k + 1) * stretch
-        return [self.probe(one) for one in found]
+        return fit_stacked([self], [penalties], progress)[0]
 
     def probe(self, weights: Float[Tensor, "classes k_and_more"]) -> LinearProbe:
         """Return the probe of weights along the principal components, with the biases in the last column."""
@@ -149,38 +127,80 @@ def fit_together(
     return found
 
 
+Stacked = tuple[Float[Tensor, "sets rows k"], Int[Tensor, "sets rows"], Float[Tensor, "sets rows"]]
+"""Images of several sets along their principal components, their labels, and the part that each has in its set's loss."""
+
+
 @torch.no_grad()
-def fit_stacked(trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]]) -> list[list[LinearProbe]]:
-    """Fit sets that are in memory in one search."""
+def fit_stacked(
+    trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]], progress: Progress | None = None
+) -> list[list[LinearProbe]]:
+    """Fit sets in one search; only a set alone may be larger than the memory.
+
+    The search is preconditioned: it runs along the principal components, each scaled so that the loss is about equally
+    curved along all of them. A weak penalty makes probabilities certain, and the loss flatter than at the start: the scale is
+    therefore taken again after each round of steps, at the point reached.
+    """
     sets, problems, classes = len(trainings), len(penalties[0]), trainings[0].classes
     k, device = max(len(one.curvatures) for one in trainings), trainings[0].device
+    batches = _stack(trainings, k, max(1, LOGITS_AT_A_TIME // (problems * classes)))
+    # The bias is one more component, with variance 1 and no penalty; components of padding stay at zero.
+    variances = pad_sequence([one.curvatures for one in trainings], batch_first=True, padding_value=1.0)
+    variances = F.pad(variances, (0, 1), value=1.0)[:, None, None]
+    strengths = torch.tensor(penalties, device=device)[:, :, None, None].expand(-1, -1, -1, k)
+    strengths = F.pad(strengths, (0, 1))
+
+    def logits_of(weights: Tensor, inputs: Tensor) -> Float[Tensor, "sets rows problems classes"]:
+        flat, biases = weights[..., :k].flatten(1, 2), weights[..., k].flatten(1)
+        return torch.baddbmm(biases[:, None], inputs, flat.mT).unflatten(2, (problems, classes))
+
+    def objective(points: Tensor) -> tuple[Tensor, Tensor]:
+        weights = points.view_as(found) * stretch
+        values = 0.5 * (strengths * weights.square()).sum((2, 3))
+        gradients = strengths * weights
+        for inputs, labels, shares in batches():
+            logs = logits_of(weights, inputs).log_softmax(3)
+            index, shares = labels[..., None, None].expand(-1, -1, problems, 1), shares[..., None, None]
+            values = values - (logs.gather(3, index) * shares).sum((1, 3))
+            slopes = logs.exp_().scatter_add_(3, index, logs.new_full(index.shape, -1.0)).mul_(shares).flatten(2)
+            along = torch.cat([slopes.mT @ inputs, slopes.sum(1)[..., None]], 2)
+            gradients = gradients + along.view_as(weights)
+        return values.flatten(), (gradients * stretch).view_as(points)
+
+    def curvature() -> Float[Tensor, "sets problems 1 1"]:
+        """Return the mean of p (1 - p) over images and classes."""
+        certain = torch.zeros(sets, problems, device=device)
+        for inputs, _, shares in batches():
+            chances = logits_of(found, inputs).softmax(3).square_().sum(3)
+            certain += (chances * shares[..., None]).sum(1)
+        return ((1 - certain).clamp(min=0) / classes)[..., None, None]
+
+    found = torch.zeros(sets, problems, classes, k + 1, device=device)
+    before = torch.full((sets * problems,), torch.inf, device=device)
+    for number in range(ROUNDS):
+        stretch = (curvature() * variances + strengths).clamp(min=1e-12).rsqrt()
+        tick = None if progress is None else partial(_tick, progress, number * STEPS_A_ROUND)
+        points, values = minimise(objective, (found / stretch).view(sets * problems, -1), STEPS_A_ROUND, HISTORY, tick)
+        found = points.view_as(found) * stretch
+        if bool((before - values <= IMPROVEMENT * values).all()):
+            break
+        before = values
+    return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
+
+
+def _stack(trainings: Sequence[TrainingFeatures], k: int, rows: int) -> Callable[[], Iterable[Stacked]]:
+    if len(trainings) == 1:
+        return partial(trainings[0].batches, rows)
     projected = [one.projected for one in trainings if one.projected is not None]
     inputs = pad_sequence([F.pad(one, (0, k - one.shape[1])) for one in projected], batch_first=True)
     labels = pad_sequence([torch.cat(one.labels) for one in trainings], batch_first=True)
-    # Rows of padding have weight zero, and components of padding stay at zero.
+    # Rows of padding have no part in the loss.
     shares = pad_sequence([inputs.new_full((one.count,), 1 / one.count) for one in trainings], batch_first=True)
-    curvatures = pad_sequence([one.curvatures for one in trainings], batch_first=True, padding_value=1.0)
-    strengths = torch.tensor(penalties, device=device)[..., None].expand(-1, -1, k)
-    strengths = F.pad(strengths, (0, 1))[:, :, None]
-    evenly = 1 / classes * (1 - 1 / classes)
-    stretch = (evenly * F.pad(curvatures, (0, 1), value=1.0)[:, None, None] + strengths).rsqrt()
-    index = labels[..., None, None].expand(-1, -1, problems, 1)
-    weighed = shares[..., None, None]
+    return lambda: [(inputs, labels, shares)]
 
-    def objective(points: Tensor) -> tuple[Tensor, Tensor]:
-        weights = points.view(sets, problems, classes, k + 1) * stretch
-        flat, biases = weights[..., :k].flatten(1, 2), weights[..., k].flatten(1)
-        logits = torch.baddbmm(biases[:, None], inputs, flat.transpose(1, 2)).view(sets, -1, problems, classes)
-        logs = logits.log_softmax(3)
-        values = 0.5 * (strengths * weights.square()).sum((2, 3)) - (logs.gather(3, index) * weighed).sum((1, 3))
-        slopes = logs.exp_().scatter_add_(3, index, logs.new_full(index.shape, -1.0)).mul_(weighed).flatten(2)
-        along = torch.cat([slopes.transpose(1, 2) @ inputs, slopes.sum(1)[..., None]], 2)
-        gradients = strengths * weights + along.view_as(weights)
-        return values.flatten(), (gradients * stretch).view_as(points)
 
-    start = torch.zeros(sets * problems, classes * (k + 1), device=device)
-    found = minimise(objective, start, STEPS, HISTORY).view(sets, problems, classes, k + 1) * stretch
-    return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
+def _tick(progress: Progress, before: int, step: int, _: int) -> None:
+    progress(before + step, STEPS)
 
 
 def _statistics(chunks: Chunks, device: torch.device) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:

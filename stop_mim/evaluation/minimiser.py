@@ -25,8 +25,8 @@ def minimise(
     steps: int = 200,
     history: int = 10,
     progress: Callable[[int, int], None] | None = None,
-) -> Points:
-    """Return the lowest point found of each problem; stops early when none of them improves.
+) -> tuple[Points, Float[Tensor, " problems"]]:
+    """Return the lowest point found of each problem and its value; stops early when none of them improves.
 
     A problem whose step was too long tries a shorter one while the others go on.
     """
@@ -55,7 +55,7 @@ def minimise(
             progress(step + 1, steps)
         if bool(((failed >= MOST_SHORTENINGS) | (gained_nothing >= STALLED_STEPS)).all()):
             break
-    return point
+    return point, value
 
 
 class _Memory:

@@ -33,8 +33,9 @@ class Protocol:
     """Steps are preconditioned by the features' curvature; learning rates are then fractions of a Newton step."""
     train_view: Literal["random_resized_crop", "resize_flip"] = "random_resized_crop"
     """What is seen of a training image; both kinds are also flipped, half of the time."""
-    test_view: Literal["resize_crop", "resize"] = "resize_crop"
-    """resize_crop: the short side to 8/7 of the size, then the centre; resize: the whole image, both sides resized."""
+    test_view: Literal["resize_crop", "short_side", "resize"] = "resize_crop"
+    """resize_crop: the short side to 8/7 of the size, then the centre; short_side: the short side to the size, then the
+    centre; resize: the whole image, both sides resized."""
     interpolation: Interpolation = "bicubic"
     """How training and test images are resized."""
     label: str = "class"
@@ -54,8 +55,15 @@ class Protocol:
 
     def test_view_of(self, encoder: FrozenEncoder) -> TestView:
         """Return what the encoder is shown of a test image."""
-        resize_to = round(STORED_TO_USED * max(encoder.image_size)) if self.test_view == "resize_crop" else None
+        size = max(encoder.image_size)
+        resize_to = {"resize_crop": round(STORED_TO_USED * size), "short_side": size, "resize": None}[self.test_view]
         return TestView(encoder.image_size, resize_to, encoder.mean, encoder.std, self.interpolation)
+
+    def with_few_labels(self) -> "Protocol":
+        """Return the protocol of the low-shot probe: of ImageNet it sees more of an image, resized bilinearly."""
+        if self.name != "imagenet" or self.test_view != "resize_crop":
+            return self
+        return replace(self, test_view="short_side", interpolation="bilinear")
 
 
 # VISSL's configurations of datasets resize bilinearly; those of ViTs, which replace the views of all but CLEVR, bicubically.

@@ -33,6 +33,8 @@ from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import workers_for
 
 MASKS = "masks:"
+# Features of a smaller part of a source are extracted alone.
+FEW_IMAGES = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Subject:
         self.place: str | None = None
         """The name of its own folder for files, where several encoders are evaluated."""
         self._bar = bar
-        self._features: dict[tuple[int, str], Features] = {}
+        self._features: dict[tuple[int, int | None, str], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -107,13 +109,17 @@ class Subject:
             self._protocols[key] = choose_protocol(self.config.protocol, source, data.label, self.encoder.image_size)
         return self._protocols[key]
 
-    def features(self, labelled: LabelledSet, data: TaskData) -> LabelledFeatures:
+    def features(self, labelled: LabelledSet, protocol: Protocol) -> LabelledFeatures:
         """Return features and classes of the readable images of a part of the data."""
-        protocol = self.protocol(data)
-        key = id(labelled.source), protocol.test_view
-        if key not in self._features:
-            self._features[key] = self._extract(labelled.source, protocol.test_view_of(self.encoder))
-        features = self._features[key].of_images(labelled.indices)
+        source, view = labelled.source, protocol.test_view_of(self.encoder)
+        key = id(source), view.resize_to, view.interpolation
+        if key in self._features or len(labelled) > FEW_IMAGES * len(source) or self._folder(source, view).exists():
+            # Other parts of the source will be wanted too.
+            if key not in self._features:
+                self._features[key] = self._extract(source, view)
+            features = self._features[key].of_images(labelled.indices)
+        else:
+            features = self._extract(source, view, np.sort(labelled.indices).astype(np.int64))
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
     def chunks(self, features: Features) -> Chunks:
@@ -121,7 +127,10 @@ class Subject:
         fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
         return [features.on(self.ranks.device)] if fits else list(features.chunks)
 
-    def _extract(self, source: ImageSource, view: TestView) -> Features:
+    def _folder(self, source: ImageSource, view: TestView, images: np.ndarray | None = None) -> Path:
+        return features_folder(self.fingerprint, source, view, self.layers, self.ranks.device, images)
+
+    def _extract(self, source: ImageSource, view: TestView, images: np.ndarray | None = None) -> Features:
         speed, device = self.config.speed, self.ranks.device
         return extract_features(
             self.encoder.to(device),
@@ -129,11 +138,12 @@ class Subject:
             view,
             self.layers,
             self.ranks,
-            features_folder(self.fingerprint, source, view, self.layers, device),
+            self._folder(source, view, images),
             speed.batch_size_per_device or IMAGES_AT_A_TIME,
             workers_for(speed, self.ranks),
             self._bar(f"{self.name} features of {source.name}"),
             self._bar(f"decoding {source.name}"),
+            images,
         )
 
 

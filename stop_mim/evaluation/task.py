@@ -6,9 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.stored import Progress
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.features import LabelledFeatures
+from stop_mim.evaluation.protocols import Protocol
 from stop_mim.registry import Registry
 from stop_mim.results import Score
 
@@ -44,9 +46,17 @@ class Task(ABC):
         """Raise InputError if the task cannot be done with this encoder and these data."""
         self.settings()
 
+    def notes(self) -> Iterator[str]:
+        """Yield what a user should know before the task runs, in sentences."""
+        yield from ()
+
+    def protocol(self) -> Protocol:
+        """Return how images are seen."""
+        return self.subject.protocol(self.data)
+
     def settings(self) -> dict[str, Any]:
         """Return the protocol's name and all settings that the scores depend on, as plain values."""
-        protocol = self.subject.protocol(self.data)
+        protocol = self.protocol()
         views = {"test_view": protocol.test_view, "interpolation": protocol.interpolation}
         return {"name": protocol.name, **views, **plain(self.options)}
 
@@ -59,9 +69,15 @@ class FeatureTask(Task):
     """A task on frozen features: all processes extract them, and the main process runs `scores`."""
 
     def run(self) -> Iterator[Score]:
-        train, test = (self.subject.features(part, self.data) for part in (self.data.train, self.data.test))
+        train, test = (
+            self.subject.features(part, self.protocol()) for part in (self.training_images(), self.data.test)
+        )
         if self.subject.ranks.is_main:
             yield from self.scores(train, test)
+
+    def training_images(self) -> LabelledSet:
+        """Return the training images whose features are needed."""
+        return self.data.train
 
     @abstractmethod
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:

@@ -68,6 +68,6 @@ def imagenet() -> Scale:
     return Scale(
         "stop-vitb16",
         {"optim.epochs": 300, "checkpoint.keep": 1, "checkpoint.milestone_every_epochs": None},
-        ("--task", "low-shot", "--low-shot.amounts", "1%"),
+        ("--task", "low-shot", "--low-shot.amounts", "1%", "--low-shot.total-penalty", "0.0025"),
         LOW_SHOT,
     )

@@ -67,6 +67,15 @@ def test_names_without_extension_or_folder_are_found_by_longer_lines(tmp_path):
     assert found(tmp_path, "n01/x.JPEG\n", Named("y.JPEG", "x.JPEG")) == [1]
 
 
+def test_the_lists_of_the_releases_are_read_as_they_are(tmp_path):
+    """SimCLR's 1percent.txt, which MSN, I-JEPA and StoP use too, for folders and for the hub's parquet files."""
+    content = "n02096294_8485.JPEG\nn04235860_14959.JPEG\n"
+    folders = Named("n02096294/n02096294_8485.JPEG", "n02096294/n02096294_848.JPEG", "n04235860/n04235860_14959.JPEG")
+    parquet = Named(*(f"{name.split('/')[1][:-5]}_{name[:9]}.JPEG" for name in folders.names))
+    assert parquet.names[0] == "n02096294_8485_n02096294.JPEG"
+    assert found(tmp_path, content, folders) == found(tmp_path, content, parquet) == [0, 2]
+
+
 def test_the_order_is_the_lists_and_blank_lines_comments_and_line_ends_do_not_matter(tmp_path):
     content = b"\xef\xbb\xbf# one percent\r\n\r\nn01_10.JPEG\r\n   # done\r\n  n01_5.JPEG"
     assert found(tmp_path, content) == [1, 0]

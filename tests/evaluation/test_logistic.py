@@ -11,7 +11,8 @@ from stop_mim.evaluation.logistic import PENALTIES, TrainingFeatures, choose_pen
 from stop_mim.evaluation.minimiser import minimise
 from stop_mim.evaluation.tasks import low_shot as low_shot_module
 from stop_mim.evaluation.tasks.linear import linear_probe
-from stop_mim.evaluation.tasks.low_shot import DEFAULT_PENALTY, choose_penalties, low_shot
+from stop_mim.evaluation.tasks.low_shot import DEFAULT_PENALTY, choose_penalties, draw_notes, low_shot
+from stop_mim.evaluation.tasks.low_shot import PENALTIES as LOW_SHOT_PENALTIES
 
 CPU = torch.device("cpu")
 
@@ -65,6 +66,27 @@ def test_without_standardisation_only_the_scale_changes(clusters):
     scale = (features * stretch - (features * stretch).mean(0)).square().mean().sqrt()
     theirs = scikit(features * stretch / scale, labels, 1e-3, 20_000).predict_proba(test_features * stretch / scale)
     np.testing.assert_allclose(probabilities(probe, test_features * stretch), theirs, atol=0.02)
+
+
+def test_the_weakest_penalties_converge(clusters):
+    """Also where the classes can be separated, and the loss at the optimum is a thousandth of that at the start."""
+    features, labels, _, _ = clusters
+    features, labels = features[:90], labels[:90]
+    scaled = StandardScaler().fit_transform(features)
+
+    def loss(weight, bias, penalty):
+        logits = torch.as_tensor(scaled) @ torch.as_tensor(weight).double().T + torch.as_tensor(bias).double()
+        norm = penalty / 2 * torch.as_tensor(weight).double().square().sum()
+        return float(torch.nn.functional.cross_entropy(logits, labels) + norm)
+
+    penalties = (10.0, 1e-5, 1e-6, 2e-7)
+    probes = TrainingFeatures([features], labels, 5, CPU).fit(penalties)
+    for penalty, probe in zip(penalties, probes, strict=True):
+        reference = scikit(scaled, labels, penalty, 20_000)
+        best = loss(reference.coef_, reference.intercept_, penalty)
+        assert best < loss(probe.weight, probe.bias, penalty) * (1 + 1e-6)
+        assert loss(probe.weight, probe.bias, penalty) < 1.002 * best
+    assert best < 1e-3 * np.log(5)
 
 
 def test_chunks_and_other_penalties_change_nothing(clusters, monkeypatch):
@@ -155,7 +177,8 @@ def few_scores(draws, features, labels):
     return {score.name: score for score in low_shot("10", draws, features[210:], labels[210:], 7)}
 
 
-def test_mean_and_deviation_are_those_of_the_draws(few):
+def test_mean_and_deviation_are_those_of_the_draws(few, monkeypatch):
+    monkeypatch.setattr(low_shot_module, "FOLDS", 2)
     features, labels = few
     draws = [(features[part : part + 70], labels[part : part + 70]) for part in (0, 70, 140)]
     scores = few_scores(draws, *few)
@@ -170,12 +193,31 @@ def test_mean_and_deviation_are_those_of_the_draws(few):
     assert (single.std, single.low < single.value < single.high) == (None, True)
 
 
+def test_a_given_penalty_is_of_all_images_together(few):
+    features, labels = few
+    found = low_shot("5", [(features[:35], labels[:35])], features[210:], labels[210:], 7, total_penalty=0.0025)
+    scores = {score.name: score for score in found}
+    assert scores["5/draw=0/penalty"].value == 0.0025 / 35
+    scaler = StandardScaler().fit(features[:35])
+    reference = LogisticRegression(C=1 / 0.0025, max_iter=5000, tol=1e-8)
+    reference.fit(scaler.transform(features[:35]), labels[:35])
+    theirs = 100 * reference.score(scaler.transform(features[210:]), labels[210:])
+    assert scores["5/top1"].value == pytest.approx(theirs, abs=0.5)
+
+
+def test_a_fraction_that_cannot_be_drawn_is_noted():
+    draws = {"1%": [np.arange(6)], "10%": [np.arange(24)], "1": [np.arange(6)], "list": [np.arange(7)]}
+    (note,) = draw_notes(draws, 240)
+    assert note.startswith("1% of 240 images are 6 here (2.5%)")
+
+
 def test_the_penalty_comes_from_folds_of_the_few(few, monkeypatch):
     features, labels = few
     draws = [(features[part : part + size], labels[part : part + size]) for part, size in ((0, 70), (70, 21), (7, 7))]
     noise = torch.randn(70, 30, generator=torch.Generator().manual_seed(1)), labels[:70]
     chosen = choose_penalties([*draws, noise], 7)
-    assert chosen[0].penalty in PENALTIES
+    assert (max(LOW_SHOT_PENALTIES), min(LOW_SHOT_PENALTIES)) == (10, 1e-6)
+    assert chosen[0].penalty in LOW_SHOT_PENALTIES
     assert chosen[0].held_out > 0.4 > 0.35 > chosen[3].held_out
     # With one image per class nothing can be held out.
     assert chosen[2].penalty == DEFAULT_PENALTY
@@ -187,6 +229,7 @@ def test_the_penalty_comes_from_folds_of_the_few(few, monkeypatch):
 
 def test_of_many_labels_one_part_is_held_out_as_by_the_linear_probe(few, monkeypatch):
     monkeypatch.setattr(low_shot_module, "FEW", 100)
+    monkeypatch.setattr(low_shot_module, "PENALTIES", PENALTIES)
     (ours,), theirs = choose_penalties([few], 7, seed=3), choose_penalty([few[0]], few[1], 7, CPU, seed=3)
     assert ours.penalty == theirs.penalty
     assert ours.held_out == pytest.approx(theirs.held_out)
@@ -210,16 +253,17 @@ def quadratics(problems=5, dim=30, condition=100.0):
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_quadratics_are_solved_at_any_scale(scale):
     objective, optima = quadratics()
-    found = minimise(lambda points: tuple(scale * part for part in objective(points)), torch.zeros(5, 30))
+    found, _ = minimise(lambda points: tuple(scale * part for part in objective(points)), torch.zeros(5, 30))
     torch.testing.assert_close(found, optima, atol=0.02, rtol=0)
 
 
 def test_problems_do_not_touch_one_another():
     objective, optima = quadratics()
-    together = minimise(objective, torch.zeros(5, 30), steps=25)
-    torch.testing.assert_close(together[:1], minimise(objective, torch.zeros(1, 30), steps=25), atol=0.05, rtol=0)
+    together, values = minimise(objective, torch.zeros(5, 30), steps=25)
+    torch.testing.assert_close(values, objective(together)[0])
+    torch.testing.assert_close(together[:1], minimise(objective, torch.zeros(1, 30), steps=25)[0], atol=0.05, rtol=0)
     # One that is solved stays so while the others go on.
-    found = minimise(objective, torch.cat([optima[:1], torch.zeros(4, 30)]))
+    found, _ = minimise(objective, torch.cat([optima[:1], torch.zeros(4, 30)]))
     torch.testing.assert_close(found, optima, atol=2e-3, rtol=0)
 
 

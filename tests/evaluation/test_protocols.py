@@ -10,6 +10,7 @@ from stop_mim.data.sources.folder import FileSource as ListedSource
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.protocols import PROTOCOLS, choose_protocol, guess_protocol
+from stop_mim.models.encoder import Dimensions, create_encoder
 
 # The table of the paper's evaluations: classes, epochs, milestones (or a cosine), views.
 CROPS, WHOLE = ("random_resized_crop", "resize_crop", "bicubic"), ("resize_flip", "resize", "bilinear")
@@ -32,6 +33,14 @@ def test_the_numbers_are_those_of_the_table(name):
     # From 0.01 to 1e-4.
     assert protocol.final_factor == (0.01 if name.startswith("clevr") else None)
     assert (protocol.lrs, protocol.weight_decay, protocol.preconditioned) == ((0.01,), 5e-4, False)
+
+
+def test_few_labels_of_imagenet_are_of_images_resized_straight_to_the_size():
+    few = {name: protocol.with_few_labels() for name, protocol in PROTOCOLS.items()}
+    changed = {name for name, protocol in few.items() if protocol != PROTOCOLS[name]}
+    assert changed == {"imagenet"}
+    view = few["imagenet"].test_view_of(create_encoder(Dimensions(24, 1, 2), image_size=224))
+    assert (view.size, view.resize_to, view.interpolation) == ((224, 224), 224, "bilinear")
 
 
 def test_other_data_have_learning_rates_to_choose_from_which_all_fall_to_zero():

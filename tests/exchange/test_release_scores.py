@@ -10,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from release_files import HEADS, release, tokens_by_definition, without_prefix
 from rich.console import Console
+from safetensors.torch import load_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate
 from stop_mim.evaluation.propagation import PropagationConfig
+from stop_mim.evaluation.tasks.low_shot import LowShotOptions
 from stop_mim.evaluation.tasks.video import VideoOptions
 from stop_mim.training.config import SpeedConfig
 
@@ -41,9 +45,66 @@ def tokens(state, image):
 
 
 def scores(path, **options):
-    config = evaluate_config()(speed=SpeedConfig(device="cpu", workers=0), **options)
+    config = evaluate_config()(speed=SpeedConfig(device="cpu", workers=0), out=path.parent, **options)
     (found,) = evaluate([str(path)], config, Console(file=io.StringIO()))
     return found
+
+
+# Logistic regression with 1% of the labels
+
+LABELS = ("n01440764", "n01443537", "n01484850")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Noise on a ground whose shade depends a little on the class; of the training images, a list names some."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 13), ("val", 16)):
+        for place, label in enumerate(LABELS):
+            folder = tmp_path / "photos" / split / label
+            folder.mkdir(parents=True)
+            for number in range(count):
+                height, width = random.integers(70, 120, 2)
+                ground = random.normal(120 + 2 * place, 12, (height // 8 + 1, width // 8 + 1, 3)).clip(0, 255)
+                image = PIL.Image.fromarray(ground.astype(np.uint8)).resize((width, height))
+                image.save(folder / f"{label}_{number}.png")
+    listed = [f"{label}_{number}.JPEG" for label in LABELS for number in (8, 1, 2, 5, 4, 3)]
+    (tmp_path / "1percent.txt").write_text("\n".join(listed) + "\n")
+    return tmp_path / "photos", tmp_path / "1percent.txt"
+
+
+def features_by_definition(state, path):
+    """The short side is resized straight to the size, and the centre cut out; tokens are averaged."""
+    image, size = PIL.Image.open(path), PATCH * GRID
+    width, height = (int(size * side / min(image.size)) for side in image.size)
+    resized = image.resize((width, height), PIL.Image.Resampling.BILINEAR)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    pixels = np.asarray(resized.crop((left, top, left + size, top + size)))
+    return tokens(state, pixels).mean(0).double().numpy()
+
+
+def test_features_and_the_probe_with_few_labels_are_those_of_the_definition(checkpoint, photos, tmp_path):
+    path, state = checkpoint
+    folder, listed = photos
+    few = LowShotOptions(list_file=listed, total_penalty=0.0025)
+    found = scores(path, task=("low-shot",), data=str(folder), protocol="imagenet", low_shot=few)
+    train = sorted(folder / "train" / line[:9] / f"{line[:-5]}.png" for line in listed.read_text().split())
+    test = sorted((folder / "val").rglob("*.png"))
+    inputs, tests = (np.stack([features_by_definition(state, one) for one in paths]) for paths in (train, test))
+    stored = [load_file(file)["features"] for file in (tmp_path / "cache" / "features").rglob("*.safetensors")]
+    assert sorted(map(len, stored)) == [18, 48], "only listed images are embedded"
+    ours = [part[:, -192:].double().numpy() for part in sorted(stored, key=len)]
+    # Half precision, and pixels that another library rounds to another grey.
+    for mine, theirs in zip(ours, (inputs, tests), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=0.02 * theirs.std())
+    labels, true = ([LABELS.index(one.parent.name) for one in paths] for paths in (train, test))
+    scaler = StandardScaler().fit(ours[0])
+    # λ is 0.0025 / n for the mean loss of n images, and C is 1 / (λ n).
+    reference = LogisticRegression(C=1 / 0.0025, tol=1e-8, max_iter=10_000).fit(scaler.transform(ours[0]), labels)
+    accuracy = 100 * reference.score(scaler.transform(ours[1]), true)
+    assert 40 < accuracy < 95, "neither chance nor everything"
+    (score,) = (one for one in found.scores if one.name == "list/top1")
+    assert score.value == pytest.approx(accuracy, abs=1e-6)
 
 
 # Video object segmentation, as DINO's evaluation does it
@@ -80,7 +141,7 @@ def lines_between(old, new):
 
 def interpolated(image, size):
     rows, columns = (lines_between(old, new) for old, new in zip(image.shape[:2], size, strict=True))
-    return np.einsum("yh,hwc,xw->yxc", rows, image, columns)
+    return np.einsum("yh,hwc,xw->yxc", rows, image, columns, optimize=True)
 
 
 def nearest(mask, size):

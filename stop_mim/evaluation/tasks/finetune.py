@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError
 from stop_mim.evaluation.labelled_training import LR_IMAGES, TOP, Conditions, LabelledTraining, TrainingTask
 from stop_mim.evaluation.task import TASKS, options_of, plain
-from stop_mim.evaluation.tasks.low_shot import check_draws, label_draws
+from stop_mim.evaluation.tasks.low_shot import check_draws, draw_notes, label_draws
 from stop_mim.models.encoder import SIZES, Encoder
 from stop_mim.options import AugmentConfig
 from stop_mim.results import Scalar, Score, accuracy
@@ -203,20 +204,29 @@ class FinetuneLowShot(Finetune):
     def check(self) -> None:
         """Refuse amounts or a list that do not fit the data, too."""
         super().check()
-        check_draws(self.few, self.data, self.config.seed)
+        check_draws(self.draw, self.few, self.data)
+
+    def notes(self) -> Iterator[str]:
+        return draw_notes(self.draw, len(self.data.train))
+
+    @cached_property
+    def draw(self) -> dict[str, list[np.ndarray]]:
+        """The labelled images, by their amount."""
+        one = replace(self.few, amounts=self.few.amounts[:1], draws=1)
+        return label_draws(one, self.data.train, self.config.seed)
 
     def settings(self) -> dict[str, Any]:
         list_file = plain(self.few)["list_file"]
         return {**super().settings(), "amount": self.few.amounts[0], "list_file": list_file}
 
     def train_set(self) -> LabelledSet:
-        train = self.data.train
-        (first, *_), *_ = label_draws(self.few, train, self.config.seed).values()
-        return LabelledSet(train.source, train.labels, first)
+        ((images,),) = self.draw.values()
+        return replace(self.data.train, indices=images)
 
     def variant(self) -> dict[str, Scalar]:
         """Return the amount of labels."""
-        return {"amount": self.few.amounts[0] if self.few.list_file is None else "list"}
+        (amount,) = self.draw
+        return {"amount": amount}
 
 
 class Classifier(nn.Module):

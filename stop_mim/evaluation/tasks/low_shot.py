@@ -1,7 +1,8 @@
 """Few labels: logistic regression on frozen features of a part of the training images, over several draws."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,15 +18,21 @@ from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import TaskData, class_name
 from stop_mim.evaluation.features import LabelledFeatures
-from stop_mim.evaluation.logistic import PENALTIES, Chosen, TrainingFeatures, fit_together, held_out, top_accuracy
+from stop_mim.evaluation.logistic import PENALTIES as WEAKER_PENALTIES
+from stop_mim.evaluation.logistic import Chosen, TrainingFeatures, fit_together, held_out, top_accuracy
+from stop_mim.evaluation.protocols import Protocol
 from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.results import Scalar, Score, accuracy
 
+PENALTIES = (10.0, 1.0, *WEAKER_PENALTIES)
 FOLDS = 5
 # With more images than this, one held-out part is as good as folds.
 FEW = 2000
 # Where a class has a single image, nothing can be held out.
 DEFAULT_PENALTY = 1e-2
+LIST = "list"
+# Fractions that differ by more than this part of what was asked for are noted.
+NOTED_DIFFERENCE = 0.1
 
 Draw = tuple[Float[Tensor, "_ dim"], Int[Tensor, " _"]]
 """Features of some images, and their labels."""
@@ -57,31 +64,48 @@ class LowShotOptions(Checked, group="low_shot"):
     """A text file with the names of the labelled images, one per line, instead of the amounts."""
     draws: Annotated[int, ABOVE_ZERO] = 3
     """How many times each amount is drawn."""
+    total_penalty: Annotated[float | None, ABOVE_ZERO] = None
+    """A fixed penalty, of all images together, as the paper's 0.0025: the loss of n images has the penalty 0.0025 / n
+    (scikit-learn's C is 1 / 0.0025). Not given: chosen by cross-validation."""
 
 
 @TASKS.register("low-shot")
 class LowShot(FeatureTask):
-    """Logistic regression with few labels, the penalty chosen by cross-validation."""
+    """Logistic regression with few labels, the penalty chosen by cross-validation or given."""
 
     help = "logistic regression with few labels, mean and deviation over draws"
     Options = LowShotOptions
     options: LowShotOptions
 
+    @cached_property
+    def draws(self) -> dict[str, list[np.ndarray]]:
+        """The labelled images of each draw, by amount."""
+        return label_draws(self.options, self.data.train, self.config.seed)
+
     def check(self) -> None:
         super().check()
-        check_draws(self.options, self.data, self.config.seed)
+        check_draws(self.draws, self.options, self.data)
+
+    def notes(self) -> Iterator[str]:
+        return draw_notes(self.draws, len(self.data.train))
+
+    def protocol(self) -> Protocol:
+        return super().protocol().with_few_labels()
+
+    def training_images(self) -> LabelledSet:
+        drawn = np.unique(np.concatenate([images for draws in self.draws.values() for images in draws]))
+        return replace(self.data.train, indices=drawn)
 
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
         device, features = self.subject.ranks.device, train.features.last(1)
         tested = test.features.last(1).on(device), test.labels.to(device)
-        amounts = label_draws(self.options, self.data.train, self.config.seed)
-        done, total = 0, sum(map(len, amounts.values()))
-        for amount, draws in amounts.items():
+        done, total = 0, sum(map(len, self.draws.values()))
+        for amount, draws in self.draws.items():
             few = []
             for chosen in draws:
                 rows = torch.isin(features.indices, torch.from_numpy(chosen)).nonzero()[:, 0]
                 few.append((features.rows(rows).to(device), train.labels[rows].to(device)))
-            yield from low_shot(amount, few, *tested, self.data.classes, self.config.seed)
+            yield from low_shot(amount, few, *tested, self.data.classes, self.config.seed, self.options.total_penalty)
             done += len(draws)
             self.progress(done, total)
 
@@ -95,7 +119,7 @@ def label_draws(options: LowShotOptions, data: LabelledSet, seed: int) -> dict[s
                 f"{outside} of the images that {options.list_file} names are held out as test images: name test images "
                 "with --test-data."
             )
-        return {"list": [np.sort(chosen)]}
+        return {LIST: [np.sort(chosen)]}
     return {
         amount: [data.indices[_draw(parse_amount(amount), data, seed, draw)] for draw in range(options.draws)]
         for amount in options.amounts
@@ -108,15 +132,27 @@ def _draw(amount: float | int, data: LabelledSet, seed: int, draw: int) -> np.nd
     return draw_per_class(data.classes, amount, seed, draw, data.source.class_names)
 
 
-def check_draws(options: LowShotOptions, data: TaskData, seed: int) -> None:
-    """Raise InputError for amounts or a list that do not fit the data."""
-    (first, *_), *_ = label_draws(options, data.train, seed).values()
+def check_draws(draws: Mapping[str, Sequence[np.ndarray]], options: LowShotOptions, data: TaskData) -> None:
+    """Raise InputError for a list that has no image of a class."""
+    (first, *_), *_ = draws.values()
     absent = np.setdiff1d(data.test.classes, data.train.labels[first])
     if options.list_file is not None and len(absent):
         name = class_name(int(absent[0]), data.train.source, data.test.source)
         raise InputError(
             f"{options.list_file} names no image of the class {name}, which the test data have: name one of every class."
         )
+
+
+def draw_notes(draws: Mapping[str, Sequence[np.ndarray]], total: int) -> Iterator[str]:
+    """Yield a sentence for each fraction that is another one, because every class gives whole images and at least one."""
+    for amount, (first, *_) in draws.items():
+        wanted = parse_amount(amount) if amount != LIST else 0
+        share = len(first) / total
+        if isinstance(wanted, float) and abs(share - wanted) > NOTED_DIFFERENCE * wanted:
+            yield (
+                f"{amount} of {total:,} images are {len(first):,} here ({share:.1%}): every class gives whole images, "
+                "and at least one."
+            )
 
 
 def low_shot(
@@ -126,12 +162,16 @@ def low_shot(
     test_labels: Int[Tensor, " m"],
     classes: int,
     seed: int = 0,
+    total_penalty: float | None = None,
 ) -> Iterator[Score]:
     """Yield mean and standard deviation of the test accuracy over the draws, then the scores of each draw.
 
     All draws are fitted together: first all their folds, then all draws with the penalties that these chose.
     """
-    chosen = choose_penalties(draws, classes, seed)
+    if total_penalty is None:
+        chosen = choose_penalties(draws, classes, seed)
+    else:
+        chosen = [Chosen(total_penalty / len(labels), float("nan")) for _, labels in draws]
     trainings = [_training(draw, None, classes) for draw in draws]
     fitted = fit_together(trainings, [[one.penalty] for one in chosen])
     logits = [probe.logits(test_features) for (probe,) in fitted]
