@@ -329,6 +329,17 @@ class Export:
         _print(f"Written: {self.out}{f', and pushed to {self.push}' if self.push else ''}.")
 
 
+@COMMANDS.register("models")
+@dataclass(frozen=True)
+class Models:
+    """List the encoders that can be loaded by name, and which of them are downloaded."""
+
+    def __call__(self) -> None:
+        from stop_mim.exchange.releases import models_table
+
+        Console().print(models_table(), highlight=False)
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """A recipe to measure."""
@@ -430,7 +441,14 @@ def _check_name(command: str, name: str = "") -> None:
 def _check_path(command: str, name: str = "") -> None:
     """Raise InputError, with the closest path, if a command that reads a run or an encoder gets a path that is not there."""
     path = Path(name.partition("#")[0]).expanduser()
-    if command not in PATHS or not name or name.startswith("-") or ":" in name or path.exists():
+    if (
+        command not in PATHS
+        or not name
+        or name.startswith("-")
+        or ":" in name
+        or name.startswith("stop-mim/")
+        or path.exists()
+    ):
         return
     others = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, others, n=1)

@@ -15,9 +15,10 @@ from stop_mim.registry import load_plugins
 from stop_mim.results import Evaluation
 from stop_mim.sweeps.grid import with_overrides
 from stop_mim.training.config import TrainConfig
+from stop_mim.training.derived import following
 from stop_mim.training.pretrain import TrainResult
 from stop_mim.training.pretrain import train as run_training
-from stop_mim.training.recipes import find_recipe
+from stop_mim.training.recipes import Compat, find_recipe, with_compat
 
 
 def train(
@@ -26,6 +27,7 @@ def train(
     out: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     init: str | Path | None = None,
+    compat: Compat = "corrected",
     console: Console | None = None,
 ) -> TrainResult:
     """Train an encoder, as `stop-mim pretrain` does; `load_encoder(result.folder)` loads it.
@@ -36,12 +38,14 @@ def train(
         out: new run directory; None: runs/RECIPE-DATE-TIME.
         options: fields by their path, such as {"optim.epochs": 10, "positions.sigma": 0.1}.
         init: initial weights, as for `--init`.
+        compat: "corrected", or the recipe as "release" or "paper-text" have it.
         console: where progress is shown; None: standard error.
     """
     load_plugins()
-    config = find_recipe(recipe) if isinstance(recipe, str) else recipe
     given = {name: str(value) for name, value in (("data", data), ("out", out)) if value is not None}
-    config = with_overrides(config, {**given, **(options or {})})
+    given |= options or {}
+    config = find_recipe(recipe, compat) if isinstance(recipe, str) else with_compat(recipe, compat)
+    config = with_overrides(following(config, given), given)
     weights = None if init is None else partial(initialise, name=init)
     return run_training(config, recipe if isinstance(recipe, str) else "custom", console, weights)
 

@@ -96,7 +96,13 @@ def test_the_functions_of_the_library(tmp_path, monkeypatch):
         image.save(folder / f"{number}.png")
     (tmp_path / "photos").symlink_to(tmp_path / "labelled-photos" / "a")
     options = {
-        **{"encoder.image_size": (32, 32), "encoder.width": 24, "encoder.depth": 1, "encoder.heads": 2},
+        **{
+            "encoder.image_size": (32, 32),
+            "encoder.patch_size": 8,
+            "encoder.width": 24,
+            "encoder.depth": 1,
+            "encoder.heads": 2,
+        },
         **{"predictor.width": 16, "predictor.depth": 1, "optim.batch_size": 8, "optim.epochs": 1},
         **{"optim.warmup_epochs": 0, "speed.device": "cpu"},
     }

@@ -11,6 +11,7 @@ from stop_mim.errors import InputError, MissingExtra
 from stop_mim.exchange.card import Origin, model_card, read_scores
 from stop_mim.exchange.formats import EXPORTERS, Place
 from stop_mim.exchange.loading import load_encoder, run_of, split_part
+from stop_mim.exchange.releases import RELEASE
 from stop_mim.files import failures_as_oserror, sync_folder
 from stop_mim.models.encoder import ENCODER_FILE, Encoder
 from stop_mim.training.run_folder import RunFolder
@@ -36,6 +37,9 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
     if not isinstance(encoder, Encoder):
         raise InputError(f"{name} is not a plain Vision Transformer: only those can be exported.")
     origin, place = _origin_of(name), Place(push or str(out), push is not None)
+    if name.startswith(RELEASE):
+        # The authors' licence stays.
+        licence = licence or "cc-by-nc-4.0"
 
     def write(folder: Path) -> None:
         exported = write_files(encoder, folder, place)

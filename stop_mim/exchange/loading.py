@@ -1,6 +1,7 @@
 """`load_encoder`: any encoder by its name: a run, a file, a model folder, `timm:`, `hf:` or `untrained:`."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from stop_mim.exchange.importing import (
     read_timm_folder,
 )
 from stop_mim.exchange.released import PARTS, Part, is_release, is_state, read_pickle, released_encoder, state_of
+from stop_mim.exchange.releases import MODEL_FILES, PUBLISHED, RELEASE, RELEASES, fetch_release
 from stop_mim.files import read_safetensors
+from stop_mim.hub import fetch, hub_or_cache
 from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import (
     ENCODER_FILE,
@@ -53,15 +56,19 @@ def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
     `embed(images, layers)` returns average-pooled features (B, layers · D).
 
     Args:
-        name: a run directory, a checkpoint, a .safetensors or .pth file, a folder of timm or Hugging Face, `timm:MODEL`,
-            `hf:MODEL` or `untrained:RUN`. Of a run, a checkpoint or a release's .pth.tar the target encoder; RUN#encoder
-            or FILE#encoder is the other one, which gradients train.
-        pretrained: False: random weights, for `timm:` and `hf:`.
+        name: a run directory, a checkpoint, a .safetensors or .pth file, a folder of timm or Hugging Face, `release:MODEL`
+            or `stop-mim/MODEL` (see `stop-mim models`), `timm:MODEL`, `hf:MODEL` or `untrained:RUN`. Of a run, a
+            checkpoint or a release's .pth.tar the target encoder; RUN#encoder or FILE#encoder is the other one, which
+            gradients train.
+        pretrained: False: random weights, for `release:`, `timm:` and `hf:`.
     """
     for prefix, load in ENCODERS.items():
         if str(name).startswith(prefix):
             return load(str(name).removeprefix(prefix), pretrained)
-    path, part = split_part(name)
+    return _from_path(*split_part(name), str(name))
+
+
+def _from_path(path: Path, part: Part | None, name: str) -> FrozenEncoder:
     if part is not None and (path.is_dir() or path.suffix == SAFETENSORS):
         return _part_of_run(path, part)
     if path.is_dir():
@@ -72,14 +79,23 @@ def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
     return _from_safetensors(path) if path.suffix == SAFETENSORS else _from_pickle(path, part)
 
 
+@ENCODERS.register(RELEASE)
+def _from_release(model: str, pretrained: bool) -> FrozenEncoder:
+    if pretrained:
+        return _from_path(*split_part(f"{RELEASE}{model}"), model)
+    return build_encoder(RELEASES.find(model.partition("#")[0]).encoder).eval()
+
+
 @ENCODERS.register(TIMM)
 def _from_timm(model: str, pretrained: bool) -> Encoder:
-    return load_timm_encoder(model, pretrained)
+    with hub_or_cache(f"{TIMM}{model}") if pretrained else nullcontext():
+        return load_timm_encoder(model, pretrained)
 
 
 @ENCODERS.register(HUB)
 def _from_hub(model: str, pretrained: bool) -> FrozenEncoder:
-    hub = load_hub_encoder(model, pretrained)
+    with hub_or_cache(f"{HUB}{model}") if not Path(model).exists() else nullcontext():
+        hub = load_hub_encoder(model, pretrained)
     return from_hub(hub) if is_convertible(hub.model.config.to_dict()) else hub
 
 
@@ -95,10 +111,18 @@ def _untrained(name: str, pretrained: bool) -> FrozenEncoder:
 
 
 def split_part(name: str | Path) -> tuple[Path, Part | None]:
-    """Return the file of a name such as FILE#encoder, and the part of the file that it asks for."""
+    """Return the file or folder of a name such as FILE#encoder, and the part of the file that it asks for.
+
+    Released and published models are downloaded.
+    """
     path, (file, _, asked) = Path(name).expanduser(), str(name).rpartition("#")
     part = next((part for part in PARTS if part == asked and not path.exists()), None)
-    return (path, None) if part is None else (Path(file).expanduser(), part)
+    path = path if part is None else Path(file).expanduser()
+    if str(path).startswith(RELEASE):
+        return fetch_release(str(path).removeprefix(RELEASE)), part
+    if str(path).startswith(PUBLISHED) and not path.exists():
+        return fetch(str(path), MODEL_FILES), part
+    return path, part
 
 
 def run_of(name: str | Path) -> Path | None:
