@@ -28,6 +28,7 @@ from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 import stop_mim
 from stop_mim.errors import InputError, TrainingDiverged
+from stop_mim.launch import LaunchConfig
 from stop_mim.parsing import given_options, imported, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins
 from stop_mim.training.compat import Compat, with_compat
@@ -139,6 +140,7 @@ class PretrainOptions:
     """corrected: the recipe; release: with every defect of the released code; paper-text: sigma a variance, no augmentation."""
     init: str | None = None
     """Initial weights: a run, a checkpoint or a .pth.tar of a release (all weights), or any encoder's name."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @COMMANDS.register("pretrain")
@@ -182,6 +184,7 @@ class Resume:
     """Where the run's data are now, if they have moved; a copy is as good."""
     stop_after_steps: int | None = None
     """Stop and save after this step of the whole run."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __call__(self) -> None:
         from stop_mim.training.pretrain import resume
@@ -201,6 +204,7 @@ class Evaluate:
     encoders: Annotated[Positional[tuple[str, ...]], arg(metavar="ENCODER …")]
     """Run directories, encoder files, timm:NAME, hf:NAME, untrained:RUN or masks:FOLDER."""
     config: Annotated[Any, arg(constructor_factory=lambda: pkgutil.resolve_name(EVALUATE_CONFIG)(), name="")]
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __call__(self) -> None:
         from stop_mim.evaluation.evaluate import evaluate
@@ -414,7 +418,26 @@ def _run(given: list[str]) -> None:
         command(unknown)
     else:
         refuse_unknown(unknown, command)
-        command()
+        launch = getattr(command.run if isinstance(command, Pretrain) else command, "launch", None)
+        if launch is not None and launch.is_job:
+            _submit(given, command, launch)
+        else:
+            command()
+
+
+def _submit(given: Sequence[str], command: Any, launch: LaunchConfig) -> None:
+    """Submit a command as a job, and print how to follow it."""
+    from stop_mim.launch import submit
+    from stop_mim.training.run_folder import RunFolder, default_path
+
+    run: Path | None = command.run if isinstance(command, Resume) else None
+    if isinstance(command, Pretrain):
+        run = Path(command.run.config.out or default_path(command.run.recipe)).absolute()
+        RunFolder(run).require_new()
+        given = [*given, "--out", str(run)]
+    logs = launch.logs or (Path("stop-mim-logs") if run is None else run.with_name(f"{run.name}-logs"))
+    job, files = submit(given, launch, logs.absolute(), run)
+    _print(f"Submitted job {job}. {'The log' if len(files) == 1 else 'The log of the first process'}: {files[0]}")
 
 
 def _config_first(given: list[str]) -> list[str]:

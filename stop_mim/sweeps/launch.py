@@ -5,7 +5,6 @@ import queue
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,12 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stop_mim.errors import MissingExtra
+from stop_mim.launch import POLL_SECONDS, PROGRAM, LaunchConfig, make_executor, rank_environment
 from stop_mim.sweeps.plan import Job, SweepConfig
 from stop_mim.training.trainer import Interruption, catch_interruption
-
-PROGRAM = (sys.executable, "-m", "stop_mim")
-POLL_SECONDS = 0.2
 
 Ended = tuple[Job, str | None]
 """A run whose processes have ended, and why it failed, if it did."""
@@ -28,8 +24,8 @@ def launch(jobs: Sequence[Job], config: SweepConfig, out: Path, device: str, sto
     """Run jobs, and yield each when it ends; after an interruption, running ones save and the others do not start."""
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    if config.launch == "submitit":
-        yield from _launch_submitit(jobs, dict(one.split("=", 1) for one in config.job), logs, stop)
+    if config.launch.is_job:
+        yield from _launch_jobs(jobs, config.launch, logs, stop)
     else:
         yield from _launch_local(jobs, places(config.side_by_side, device), logs, stop)
 
@@ -40,10 +36,15 @@ def run_job(
     logs: Path,
     stop: Interruption,
     environment: Mapping[str, str] = MappingProxyType({}),
+    running: list["subprocess.Popen[bytes]"] | None = None,
 ) -> str | None:
-    """Train and evaluate one run; return why it failed, or None if it finished or was interrupted."""
-    log = logs / f"{job.variant}-seed-{job.seed}.txt"
-    if not (job.folder / "config.json").exists():
+    """Train and evaluate one run; return why it failed, or None if it finished or was interrupted.
+
+    Each process is added to `running`.
+    """
+    rank = environment.get("RANK", "0")
+    log = logs / f"{job.variant}-seed-{job.seed}{f'.rank{rank}' if rank != '0' else ''}.txt"
+    if rank == "0" and not (job.folder / "config.json").exists():
         # What a process left that was killed before its first step.
         shutil.rmtree(job.folder, ignore_errors=True)
     for arguments in (job.training, job.evaluation):
@@ -59,6 +60,8 @@ def run_job(
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+            if running is not None:
+                running.append(process)
             code = _wait(process, stop)
         if code and not stop:
             return _reason(code, log)
@@ -125,18 +128,9 @@ def _launch_local(
             raise
 
 
-def _launch_submitit(
-    jobs: Sequence[Job], parameters: Mapping[str, str], logs: Path, stop: Interruption
-) -> Generator[Ended]:
-    try:
-        import submitit
-    except ImportError as error:
-        raise MissingExtra("--launch submitit", "submitit", "submitit") from error
-    executor = submitit.AutoExecutor(folder=logs / "submitit")
-    executor.update_parameters(
-        **{name: int(value) if value.isdecimal() else value for name, value in parameters.items()}
-    )
-    running = {executor.submit(_run_alone, job, PROGRAM, logs): job for job in jobs}
+def _launch_jobs(jobs: Sequence[Job], config: LaunchConfig, logs: Path, stop: Interruption) -> Generator[Ended]:
+    executor = make_executor(config, config.logs or logs / "submitit", "stop-mim sweep")
+    running = {executor.submit(JobTask(job, PROGRAM, logs)): job for job in jobs}
     try:
         while running and not stop:
             for submitted in [one for one in running if one.done()]:
@@ -156,7 +150,23 @@ def _failure(submitted: Any, logs: Path) -> str | None:
     return submitted.result() if broken is None else f"{type(broken).__name__}: see {logs / 'submitit'}."
 
 
-def _run_alone(job: Job, program: Sequence[str], logs: Path) -> str | None:
-    """Run a job in a process of its own, where SIGTERM lets it save."""
-    with catch_interruption() as stop:
-        return run_job(job, program, logs, stop)
+class JobTask:
+    """A run as one task of a job, where SIGTERM lets it save; a requeued job continues it."""
+
+    def __init__(self, job: Job, program: Sequence[str], logs: Path) -> None:
+        self.job, self.program, self.logs = job, program, logs
+        self._stop, self._running = Interruption(), list[subprocess.Popen[bytes]]()
+
+    def __call__(self) -> str | None:
+        """Return why the run failed, if it did."""
+        with catch_interruption() as self._stop:
+            return run_job(self.job, self.program, self.logs, self._stop, rank_environment(), self._running)
+
+    def checkpoint(self) -> Any:
+        """Let the running command save, and return what the requeued job does; submitit calls it in the first task."""
+        from submitit.helpers import DelayedSubmission
+
+        self._stop.signal_name = "requeue"
+        for process in self._running:
+            _wait(process, self._stop)
+        return DelayedSubmission(JobTask(self.job, self.program, self.logs))

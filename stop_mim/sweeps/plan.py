@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
+from stop_mim.launch import LaunchConfig
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
 from stop_mim.training.compat import Compat
@@ -54,10 +55,7 @@ class SweepConfig(Checked):
     """Directory of all runs and of the summary; default: runs/sweep-NAME-SCALE, with the value of --compat."""
     side_by_side: Annotated[int, ABOVE_ZERO] = 1
     """Runs at the same time on each GPU, or on the CPU."""
-    launch: Literal["local", "submitit"] = "local"
-    """local: processes on this machine; submitit: a job a run, on SLURM where there is one."""
-    job: tuple[str, ...] = ()
-    """Parameters of submitit's jobs, such as timeout_min=600 gpus_per_node=1 slurm_partition=gpu."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     dry_run: bool = False
     """Print the grid, the commands and the time they take, from finished runs or a few measured steps; run nothing."""
     retry_failed: bool = False
@@ -66,7 +64,6 @@ class SweepConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("seeds", len({*self.seeds}) == len(self.seeds), "give every seed once")
-        self.require("job", all("=" in one for one in self.job), "give NAME=VALUE")
 
 
 @dataclass(frozen=True)

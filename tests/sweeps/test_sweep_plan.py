@@ -23,7 +23,6 @@ TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
         ({"seeds": (0, 1, 0)}, r"seeds is \(0, 1, 0\)"),
         ({"variants": ("loud",)}, "'loud'.*fixed, noisy"),
         ({"baseline": "loud"}, "'loud'"),
-        ({"job": ("partition",)}, "NAME=VALUE"),
         ({"probe_data": "x"}, "leave x out"),
         ({"scale": "tiny-imagenet"}, "add --data"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from mini_sweep import mini_config
 
 from stop_mim.errors import InputError
+from stop_mim.launch import LaunchConfig
 from stop_mim.sweeps.launch import places
 from stop_mim.sweeps.plan import base_config
 from stop_mim.sweeps.run import run_sweep, steps_per_second
@@ -67,7 +68,7 @@ def test_an_interrupted_sweep_lets_runs_save_and_continues(stand_in, console, la
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    config = {"seeds": (0,), "variants": ("noisy",), "launch": launch}
+    config = {"seeds": (0,), "variants": ("noisy",), "launch": LaunchConfig(launch, gpus=0)}
     stopped = run_sweep("mini", mini_config(**config), console=console)
     assert stopped.interrupted_by == "SIGTERM"
     assert (stopped.summary.failed, stopped.summary.unfinished) == ({}, ["noisy/seed-0"])

@@ -1,0 +1,173 @@
+"""Commands as jobs of a cluster, through submitit: one task and one log a process, requeued and resumed by themselves.
+
+    stop-mim pretrain stop-vitl16 --data … --launch slurm --launch.nodes 4 --launch.gpus 8 --launch.hours 24
+
+A job that is pre-empted, or near its time limit, lets its processes save, goes back to the queue, and resumes from there.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
+from stop_mim.errors import InputError, MissingExtra
+
+if TYPE_CHECKING:
+    import submitit
+
+PROGRAM = (sys.executable, "-m", "stop_mim")
+POLL_SECONDS = 0.2
+# Before a job's time is over, so long is left to save.
+SIGNAL_SECONDS = 180
+EXIT_OF_SIGNALS = 128
+
+
+@dataclass(frozen=True)
+class LaunchConfig(Checked, group="launch"):
+    """Where a command runs."""
+
+    on: Annotated[Literal["local", "slurm", "submitit"], arg(name="launch", prefix_name=False)] = "local"
+    """local: here; slurm: as a job of SLURM; submitit: SLURM where there is one, otherwise in the background here."""
+    nodes: Annotated[int, ABOVE_ZERO] = 1
+    """Machines of a job."""
+    gpus: Annotated[int, AT_LEAST_ZERO] = 1
+    """GPUs on each machine."""
+    processes: Annotated[int | None, ABOVE_ZERO] = None
+    """Processes on each machine; not given: one per GPU."""
+    cpus: Annotated[int | None, ABOVE_ZERO] = None
+    """CPU cores of each process; not given: the cluster's default."""
+    hours: Annotated[float, ABOVE_ZERO] = 24.0
+    """Time limit; a run that is not finished saves before it is over, and continues as a new job."""
+    partition: str | None = None
+    """Partition of SLURM."""
+    requeues: Annotated[int, AT_LEAST_ZERO] = 100
+    """How often a job that reaches its time limit continues; pre-emptions do not count."""
+    job: Annotated[tuple[str, ...], arg(aliases=("--job",))] = ()
+    """Other parameters of submitit, such as slurm_account=vision slurm_constraint=h100."""
+    logs: Path | None = None
+    """Directory of the logs; not given: OUT-logs beside the run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("job", all("=" in one for one in self.job), "give NAME=VALUE")
+
+    @property
+    def is_job(self) -> bool:
+        """Whether the command becomes a job."""
+        return self.on != "local"
+
+    def parameters(self) -> dict[str, Any]:
+        """Return what submitit is given."""
+        given = dict(one.split("=", 1) for one in self.job)
+        parameters = {
+            "nodes": self.nodes,
+            "tasks_per_node": self.processes or max(1, self.gpus),
+            "gpus_per_node": self.gpus,
+            "cpus_per_task": self.cpus,
+            "timeout_min": max(1, round(60 * self.hours)),
+            "stderr_to_stdout": True,
+            "slurm_partition": self.partition,
+            "slurm_signal_delay_s": SIGNAL_SECONDS,
+            **{name: int(value) if value.isdecimal() else value for name, value in given.items()},
+        }
+        return {name: value for name, value in parameters.items() if value is not None}
+
+
+def make_executor(config: LaunchConfig, logs: Path, name: str = "stop-mim") -> "submitit.AutoExecutor":
+    """Return submitit's executor with the parameters of the jobs."""
+    try:
+        import submitit
+    except ImportError as error:
+        raise MissingExtra(f"--launch {config.on}", "submitit", "submitit") from error
+    if config.on == "slurm" and not (shutil.which("sbatch") and shutil.which("srun")):
+        raise InputError("launch is slurm, and there is no sbatch here: log in to a machine of the cluster.")
+    cluster = "slurm" if config.on == "slurm" else None
+    executor = submitit.AutoExecutor(folder=logs, cluster=cluster, slurm_max_num_timeout=config.requeues)
+    try:
+        executor.update_parameters(name=name, **config.parameters())
+    except (ValueError, NameError, TypeError) as error:
+        raise InputError(f"These jobs cannot be described to submitit ({error}): change the launch options.") from error
+    return executor
+
+
+def submit(arguments: Sequence[str], config: LaunchConfig, logs: Path, run: Path | None) -> tuple[str, list[Path]]:
+    """Submit a command; return the job's number and the log of every process.
+
+    Args:
+        arguments: of `stop-mim`; the launch options are left out.
+        config: the job.
+        logs: directory of the logs.
+        run: the run that the command trains; once it has begun, a requeued job resumes it.
+    """
+    executor = make_executor(config, logs, f"stop-mim {arguments[0]}")
+    job = executor.submit(Command(PROGRAM, list(without_launch(arguments)), run))
+    return job.job_id, [task.paths.stdout for task in [job.task(number) for number in range(job.num_tasks)]]
+
+
+def without_launch(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments of a command without its launch options and their values."""
+    leaves_out = False
+    for argument in arguments:
+        if argument.startswith("--"):
+            leaves_out = argument.partition("=")[0].partition(".")[0] in ("--launch", "--job")
+        if not leaves_out:
+            yield argument
+
+
+class Command:
+    """A command as one task of a job: a process of its own, told by `checkpoint` to save before a requeue."""
+
+    def __init__(self, program: Sequence[str], arguments: Sequence[str], run: Path | None) -> None:
+        self.program, self.arguments, self.run = program, arguments, run
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> None:
+        """Run the command, or resume the run that it began; raise RuntimeError if it fails."""
+        begun = self.run is not None and (self.run / "config.json").exists()
+        arguments = ["resume", str(self.run), "--or-older"] if begun else self.arguments
+        self._process = subprocess.Popen([*self.program, *arguments], env={**os.environ, **rank_environment()})
+        code = self._wait()
+        # One that was asked to stop has saved.
+        if 0 < code < EXIT_OF_SIGNALS:
+            raise RuntimeError(f"stop-mim {arguments[0]} ended with exit code {code}: its last lines say why.")
+
+    def checkpoint(self) -> Any:
+        """Let the process save, and return what the requeued job does; submitit calls it in the first task."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._process is not None:
+            self._process.terminate()
+            self._wait()
+        return DelayedSubmission(Command(self.program, self.arguments, self.run))
+
+    def _wait(self) -> int:
+        # Not Popen.wait: a signal may call `checkpoint` while it waits, which would then wait for itself.
+        assert self._process is not None
+        while (code := self._process.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        return code
+
+
+def rank_environment() -> Mapping[str, str]:
+    """Return the variables that tell torch.distributed which task of a job this is; none if it is the only one."""
+    import submitit
+
+    if submitit.JobEnvironment().num_tasks == 1:
+        return {}
+    task = submitit.helpers.TorchDistributedEnvironment()
+    return {
+        "MASTER_ADDR": task.master_addr,
+        "MASTER_PORT": str(task.master_port),
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.world_size),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.local_world_size),
+    }
