@@ -56,11 +56,11 @@ def test_every_position_can_be_context_and_target(grid):
 
 
 def test_coverage_is_symmetric_so_nothing_is_cut_in_raster_order():
-    masks = MultiBlockMasks(14).sample(20_000, generator=seeded())
+    masks = MultiBlockMasks(14).sample(10_000, generator=seeded())
     for indices in (masks.context, masks.targets.flatten(0, 1)):
         seen = coverage(indices, 196).unflatten(0, (14, 14))
-        torch.testing.assert_close(seen, seen.flip(0), atol=0.02, rtol=0)
-        torch.testing.assert_close(seen, seen.flip(1), atol=0.02, rtol=0)
+        torch.testing.assert_close(seen, seen.flip(0), atol=0.025, rtol=0)
+        torch.testing.assert_close(seen, seen.flip(1), atol=0.025, rtol=0)
 
 
 def test_block_shapes_follow_scale_and_aspect_independently():
