@@ -109,6 +109,10 @@ class LogConfig(Checked, group="log"):
     """Steps between two measurements of the health signs."""
     tensorboard: bool = True
     """Write TensorBoard events too."""
+    wandb: str | None = None
+    """Project of Weights & Biases to record to; not given: none."""
+    mlflow: str | None = None
+    """Experiment of MLflow to record to; not given: none."""
     trial_steps: Annotated[int, AT_LEAST_ZERO] = 0
     """Steps that are timed, and undone, before a new run, to tell its memory, speed and length; 0: none."""
 

@@ -30,6 +30,7 @@ from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
 from stop_mim.training.callbacks.probe import ProbeData, RunProbe, make_probe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
+from stop_mim.training.callbacks.trackers import open_trackers
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import OptimConfig, SpeedConfig, TrainConfig
 from stop_mim.training.derived import derive, warnings_about
@@ -251,6 +252,7 @@ def prepare(
     if before is not None:
         config = load_as_before(config, before, ranks.device)
     inputs = StepInputs(config, ranks)
+    trackers = open_trackers(folder, config) if ranks.is_main else []
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
     bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
     images = inputs.open_images(bad_images, partial(display.update, "decoding images"), display.say)
@@ -266,7 +268,8 @@ def prepare(
     saving = kind(folder, config.checkpoint, steps_per_epoch, objective.frozen, identity)
     parts.trainer.callbacks += [
         *measuring,
-        RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, measuring, log.tensorboard),
+        RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, measuring),
+        *trackers,
         ShowProgress(partial(display.update, "training")),
         RecordStatus(folder),
         saving,

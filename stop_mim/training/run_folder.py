@@ -129,6 +129,10 @@ class RunFolder:
         """Return the name of the run's recipe."""
         return next((session["recipe"] for session in self._sessions() if "recipe" in session), "custom")
 
+    def started(self) -> str:
+        """Return when the run was created."""
+        return next((str(session["started"]) for session in self._sessions() if "started" in session), "")
+
     def initial_weights(self) -> str | None:
         """Return the description of the weights that the run was given; None if it began with new ones."""
         return next((session["weights"] for session in self._sessions() if "weights" in session), None)

@@ -1,4 +1,4 @@
-"""Metrics of a run: lines of metrics.jsonl and TensorBoard events."""
+"""Metrics of a run: lines of metrics.jsonl."""
 
 import time
 from collections.abc import Sequence
@@ -42,20 +42,13 @@ class RecordMetrics(Callback):
         images_per_step: int,
         steps_per_epoch: int,
         also_at: Sequence[Callback] = (),
-        tensorboard: bool = True,
     ) -> None:
-        self.folder, self.every_steps, self.also_at, self.tensorboard = folder, every_steps, also_at, tensorboard
+        self.folder, self.every_steps, self.also_at = folder, every_steps, also_at
         self.images_per_step, self.steps_per_epoch = images_per_step, steps_per_epoch
         self._losses: list[float] = []
         self._gradient_norm = float("nan")
-        self._events: Any = None
 
     def start(self, trainer: Trainer) -> None:
-        if self.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # Earlier events of steps that are taken again are superseded.
-            self._events = SummaryWriter(str(self.folder.events), purge_step=trainer.done + 1)
         self._restart_clock()
 
     def reads(self, step: int) -> bool:
@@ -87,9 +80,6 @@ class RecordMetrics(Callback):
         }
         trainer.measurements = line
         self.folder.record(trainer.done, line)
-        if self._events is not None:
-            for name, value in line.items():
-                self._events.add_scalar(name, value, trainer.done)
 
     def _restart_clock(self) -> None:
         self._steps, self._since = 0, time.perf_counter()
@@ -99,7 +89,3 @@ class RecordMetrics(Callback):
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._losses = list(state["losses"])
-
-    def end(self, trainer: Trainer) -> None:
-        if self._events is not None:
-            self._events.close()

@@ -1,0 +1,170 @@
+"""Experiment trackers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. All of them get the same values."""
+
+import importlib
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from stop_mim.data.image_source import digest
+from stop_mim.errors import InputError, MissingExtra, first_line
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.step import StepOutcome
+from stop_mim.training.trainer import Callback, Trainer
+
+RUN_TAG = "stop_mim_run"
+
+
+class Tracker(Callback):
+    """Hands every line of metrics.jsonl to `record`; it comes after `RecordMetrics`, which writes them."""
+
+    def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
+        if "epoch" in trainer.measurements:
+            self.record(trainer.done, trainer.measurements)
+
+    @abstractmethod
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Keep the values of a step."""
+
+
+class TensorBoard(Tracker):
+    """Events in the directory tensorboard of the run."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._events: Any = None
+
+    def start(self, trainer: Trainer) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Earlier events of steps that are taken again are superseded.
+        self._events = SummaryWriter(str(self.folder.events), purge_step=trainer.done + 1)
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def end(self, trainer: Trainer) -> None:
+        if self._events is not None:
+            self._events.close()
+
+
+class RemoteTracker(Tracker):
+    """A tracker of another package, which may fail: at the start that is an InputError, later a warning."""
+
+    package: ClassVar[str]
+
+    def __init__(self, folder: RunFolder, config: TrainConfig, name: str) -> None:
+        self.folder, self.config, self.project = folder, config, name
+        try:
+            self.library: Any = importlib.import_module(self.package)
+        except ImportError as error:
+            raise MissingExtra(f"log.{self.package}", self.package, self.package) from error
+        self._is_open = False
+
+    def start(self, trainer: Trainer) -> None:
+        try:
+            self.open(run_identity(self.folder))
+        except Exception as error:
+            raise InputError(
+                f"log.{self.package} is '{self.project}', which cannot be opened ({first_line(error).rstrip('.')}): set "
+                f"{self.package} up first, or leave it out."
+            ) from error
+        self._is_open = True
+
+    def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
+        if not self._is_open:
+            return
+        try:
+            super().after_step(trainer, batch, outcomes)
+        except Exception as error:
+            self._is_open = False
+            trainer.warn(
+                f"{self.package} has failed ({first_line(error).rstrip('.')}) and is not sent anything any more; "
+                "metrics.jsonl has all values."
+            )
+
+    def end(self, trainer: Trainer) -> None:
+        if self._is_open:
+            self.close(failed=trainer.error is not None)
+
+    @abstractmethod
+    def open(self, identity: str) -> None:
+        """Begin the run of that identity, or continue it."""
+
+    @abstractmethod
+    def close(self, failed: bool) -> None:
+        """End the session."""
+
+
+class WeightsAndBiases(RemoteTracker):
+    """A run of a Weights & Biases project; a resumed run continues the same one."""
+
+    package = "wandb"
+
+    def open(self, identity: str) -> None:
+        self._run = self.library.init(
+            project=self.project,
+            name=self.folder.path.name,
+            id=identity,
+            resume="allow",
+            dir=str(self.folder.path),
+            config=asdict(self.config),
+        )
+        # Not wandb's own steps, which cannot go back: a run that was killed takes some steps again.
+        self._run.define_metric("*", step_metric="step")
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflow(RemoteTracker):
+    """A run of an MLflow experiment; a resumed run continues the same one."""
+
+    package = "mlflow"
+
+    def open(self, identity: str) -> None:
+        mlflow = self.library
+        mlflow.set_experiment(self.project)
+        known = mlflow.search_runs(
+            experiment_names=[self.project], filter_string=f"tags.{RUN_TAG} = '{identity}'", output_format="list"
+        )
+        if known:
+            mlflow.start_run(run_id=known[0].info.run_id)
+        else:
+            mlflow.start_run(run_name=self.folder.path.name, tags={RUN_TAG: identity})
+            mlflow.log_params({name: str(value) for name, value in _flat(asdict(self.config))})
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        self.library.log_metrics(dict(values), step=step)
+
+    def close(self, failed: bool) -> None:
+        self.library.end_run("FAILED" if failed else "FINISHED")
+
+
+def open_trackers(folder: RunFolder, config: TrainConfig) -> list[Tracker]:
+    """Return the trackers that the config asks for; raise MissingExtra if a package is not installed."""
+    log, trackers = config.log, list[Tracker]()
+    if log.tensorboard:
+        trackers.append(TensorBoard(folder))
+    if log.wandb is not None:
+        trackers.append(WeightsAndBiases(folder, config, log.wandb))
+    if log.mlflow is not None:
+        trackers.append(MLflow(folder, config, log.mlflow))
+    return trackers
+
+
+def run_identity(folder: RunFolder) -> str:
+    """Return a name that stays the same when a run is resumed or moved, and that no other run has."""
+    return digest([folder.started(), folder.config().out])
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in values.items():
+        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+    return found
