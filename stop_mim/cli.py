@@ -27,7 +27,7 @@ from rich.markup import escape
 from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 import stop_mim
-from stop_mim.errors import InputError, TrainingDiverged
+from stop_mim.errors import InputError, TrainingDiverged, printable
 from stop_mim.launch import LaunchConfig
 from stop_mim.parsing import given_options, imported, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins
@@ -63,7 +63,7 @@ REMEDIES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "check the permissions, or choose another path",
     errno.EROFS: "choose another path",
-    errno.ENOSPC: "free some space, or choose another path",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, or choose another path"),
 }
 
 
@@ -520,17 +520,12 @@ def _output_is_closed() -> bool:
     return any(event & select.POLLERR for _, event in output.poll(0))
 
 
-def _printable(text: str) -> str:
-    """Escape control characters, which could change what the terminal shows."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
 def _print(text: str) -> None:
-    Console().print(escape(_printable(text)), highlight=False, soft_wrap=True)
+    Console().print(escape(printable(text)), highlight=False, soft_wrap=True)
 
 
 def _fail(sentence: str, code: int) -> NoReturn:
-    print(f"stop-mim: {_printable(' '.join(sentence.split()))}", file=sys.stderr)
+    print(f"stop-mim: {printable(' '.join(sentence.split()))}", file=sys.stderr)
     sys.exit(code)
 
 

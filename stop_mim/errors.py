@@ -18,6 +18,11 @@ class TrainingDiverged(RuntimeError):
     """Training cannot continue because the loss or the features are not finite."""
 
 
+def printable(text: str) -> str:
+    """Escape control characters, which could change what a terminal shows."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

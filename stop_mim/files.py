@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import IO, Any
 from safetensors import SafetensorError, safe_open
 
 from stop_mim.errors import InputError
+
+SECONDS_A_DAY = 86400.0
 
 
 def require_writable(name: str, path: Path, remedy: str = "name a file in a folder that can be written") -> None:
@@ -45,7 +48,7 @@ def why_not_written(folder: Path) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file in the same folder, then move it to `path` in one step.
+    """Let `write` fill a file in a temporary folder beside `path`, then move it to `path` in one step.
 
     A link stays, and its target is written; a device or a pipe is never replaced by a file. When this returns, file and name
     are on the disk. A full disk is an OSError, whatever the library raises that writes.
@@ -54,22 +57,57 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    # A folder, because safetensors writes one more temporary file beside the one that it is given.
+    with _temporary_folder(path) as folder:
+        temporary = folder / path.name
         with failures_as_oserror(path):
             write(temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        # mkstemp's files are for their owner alone; others may read what we write, as far as the umask allows.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        # The files of some libraries are for their owner alone; others may read ours, as far as the umask allows.
+        temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
         sync_folder(path.parent)
+
+
+def append_line(path: Path, text: str) -> None:
+    """Add a line to a file; an error names the file."""
+    try:
+        with path.open("a") as file:
+            file.write(text + "\n")
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder beside `path`, then rename it to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary_folder(path) as temporary:
+        with failures_as_oserror(path):
+            write(temporary)
+        for file in temporary.rglob("*"):
+            with file.open("rb+") as stream:
+                os.fsync(stream.fileno())
+            file.chmod(0o666 & ~_umask())
+        temporary.chmod(0o777 & ~_umask())
+        temporary.replace(path)
+        sync_folder(path.parent)
+
+
+@contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        yield folder
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 @contextmanager
@@ -117,16 +155,18 @@ def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], 
         raise InputError(f"{path} cannot be read as safetensors ({error}): save or copy it again.") from error
 
 
-def remove_temporaries(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporary files that `write_atomically` left in a folder because the process was killed.
+def remove_temporaries(folder: Path, names: Iterable[str], older_than_s: float = 0) -> None:
+    """Remove what `write_atomically` left in a folder because the process was killed.
 
     Args:
         folder: the folder.
-        names: names of the files that were written, or glob patterns of them; nobody else may be writing them.
+        names: names of the files that were written, or glob patterns of them.
+        older_than_s: age of what is removed; without a lock, another process may be writing what is younger.
     """
-    for name in names:
-        for temporary in folder.glob(f".{name}.????????"):
-            remove(temporary)
+    for temporary in [found for name in names for found in folder.glob(f".{name}.????????")]:
+        with suppress(OSError):
+            if not older_than_s or time.time() - temporary.stat().st_mtime > older_than_s:
+                remove(temporary)
 
 
 def remove(path: Path) -> None:

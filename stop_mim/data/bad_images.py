@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, printable
+from stop_mim.files import append_line
 
 MAX_BAD_FRACTION = 0.01
 SHOWN_ONE_BY_ONE = 5
@@ -38,14 +39,13 @@ class BadImages:
 
     def add(self, description: str) -> None:
         """Add an image, unless it is known; raise InputError if there are too many."""
-        line = " ".join(description.split())
+        line = printable(" ".join(description.split()))
         listed = f" (listed in {self.file})" if self.file is not None else ""
         if line not in self._known:
             self._known.add(line)
             if self.file is not None:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
-                with self.file.open("a") as file:
-                    file.write(line + "\n")
+                append_line(self.file, line)
             if self.show is not None and len(self._known) <= SHOWN_ONE_BY_ONE:
                 more = f"; more are not shown{listed}" if len(self._known) == SHOWN_ONE_BY_ONE else ""
                 self.show(f"skipped    {line}{more}")

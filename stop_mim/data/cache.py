@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stop_mim.errors import InputError
-from stop_mim.files import locked, why_not_written, write_atomically
+from stop_mim.files import locked, remove_temporaries, why_not_written, write_atomically
 
 DECODED_GIB = 4.0
 """Larger sets of decoded images are not cached."""
@@ -69,6 +69,7 @@ def cached_file(
             found = _read(path, checked, is_valid)
             if found is not None:
                 return CachedFile(path, found, fresh=False)
+            remove_temporaries(path.parent, [path.name, record_path(path).name])
             if shutil.disk_usage(path.parent).free < needed_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return CachedFile(path, _write(path, write, checked), fresh=True)

@@ -86,8 +86,8 @@ def mapped(
     """Yield `work(request)` in the order of the requests, computed by processes; with 0 workers by this process.
 
     At most `ahead` requests are taken before their turn. Each worker has a pipe of its own and takes every n-th request, so
-    that no lock is shared. Ctrl-C and SIGTERM reach the whole process group: workers ignore both, and end when this process
-    closes the generator, exits or dies.
+    that no lock is shared. Ctrl-C and other signals reach the whole process group: workers ignore them, and end when this
+    process closes the generator, exits or dies.
     """
     if not workers:
         yield from map(work, requests)
@@ -154,8 +154,9 @@ def _receive(pipe: connection.Connection, process: Any) -> Any:
 
 
 def _serve(work: Callable[[Any], Any], pipe: connection.Connection, others: list[connection.Connection]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     for other in others:
         other.close()
     torch.set_num_threads(1)

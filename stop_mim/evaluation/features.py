@@ -25,7 +25,7 @@ from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
+from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_atomically
 from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.training.callbacks.probe import evaluation_mode
 from stop_mim.training.distributed import Ranks, wait_for_all
@@ -162,6 +162,7 @@ def extract_features(
     mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
     if mine:
         require_writable_cache(folder)
+        remove_temporaries(folder, ["chunk-*"], older_than_s=SECONDS_A_DAY)
         starts = torch.from_numpy(images[::CHUNK_IMAGES].copy())
         here = np.concatenate([images[c * CHUNK_IMAGES : (c + 1) * CHUNK_IMAGES] for c in mine])
         order = SequentialOrder(here, batch_size)

@@ -1,10 +1,6 @@
 """`export_encoder`: an encoder as a new folder in an export format, with a model card; optionally pushed to the hub."""
 
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from stop_mim.errors import InputError, MissingExtra
@@ -12,7 +8,7 @@ from stop_mim.exchange.card import Origin, model_card, read_scores
 from stop_mim.exchange.formats import EXPORTERS, Place
 from stop_mim.exchange.loading import load_encoder, run_of, split_part
 from stop_mim.exchange.releases import RELEASE
-from stop_mim.files import failures_as_oserror, sync_folder
+from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_folder
 from stop_mim.models.encoder import ENCODER_FILE, Encoder
 from stop_mim.training.run_folder import RunFolder
 
@@ -45,6 +41,7 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
         exported = write_files(encoder, folder, place)
         (folder / CARD_FILE).write_text(model_card(encoder, origin, exported, licence))
 
+    remove_temporaries(out.parent, [out.name], older_than_s=SECONDS_A_DAY)
     write_folder(out, write)
     if push is not None:
         _push(out, push, token)
@@ -63,27 +60,6 @@ def _origin_of(name: str) -> Origin:
         names = {Path(name).name}
     run = RunFolder(folder)
     return Origin(folder.name, run.config(), run.recipe(), read_scores(folder, names))
-
-
-def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder beside `path`, then rename it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        with failures_as_oserror(path):
-            write(temporary)
-        # Temporary folders, and the files of some libraries, are private: give them the modes of ordinary new files.
-        umask = os.umask(0)
-        os.umask(umask)
-        for file in temporary.rglob("*"):
-            with file.open("rb+") as stream:
-                os.fsync(stream.fileno())
-            file.chmod(0o666 & ~umask)
-        temporary.chmod(0o777 & ~umask)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _hub_token(repository: str) -> str:

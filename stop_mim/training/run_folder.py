@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from stop_mim.data.bad_images import skipped
-from stop_mim.errors import InputError
-from stop_mim.files import locked, remove_temporaries, write_atomically
+from stop_mim.errors import InputError, printable
+from stop_mim.files import append_line, locked, remove_temporaries, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import TrainConfig, from_json, to_json
@@ -161,8 +161,7 @@ class RunFolder:
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Append the measurements of a step to metrics.jsonl."""
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        append_line(self.metrics_file, json.dumps({"step": step, **values}))
 
     def write_status(self, state: RunState, step: int, total_steps: int, message: str = "") -> None:
         """Replace status.json."""
@@ -178,10 +177,9 @@ class RunFolder:
 
     def log(self, text: str) -> None:
         """Append a line to the log; lines from before the run was created are written with the first one after it."""
-        self._early_lines.append(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {text}\n")
+        self._early_lines.append(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {printable(text)}")
         if self.config_file.exists():
-            with self.log_file.open("a") as file:
-                file.writelines(self._early_lines)
+            append_line(self.log_file, "\n".join(self._early_lines))
             self._early_lines.clear()
 
 

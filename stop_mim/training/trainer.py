@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -25,6 +25,9 @@ from stop_mim.training.step import Outcome, StepOutcome, read_outcomes
 
 MAX_NOT_FINITE_IN_A_ROW = 5
 ANSWER = "Stopping after this step; Ctrl-C again quits without saving."
+# Terminals send SIGHUP when they close; clusters are told to send SIGUSR1 or SIGUSR2 before their time limit.
+STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+ALWAYS = (signal.SIGTERM, signal.SIGINT)
 
 Step = Callable[[Any, Any, int], Outcome]
 """(batch, scheduled values, seed) -> loss, norm of the gradient and whether the weights were updated, on the device."""
@@ -134,8 +137,13 @@ class Trainer:
             self.error = error
             raise
         finally:
-            for callback in self._active():
-                callback.end(self)
+            self._end()
+
+    def _end(self) -> None:
+        """End all callbacks; after an error, such as a full disk, what fails here is no news."""
+        with suppress(*([] if self.error is None else [OSError])), ExitStack() as ends:
+            for callback in reversed(self._active()):
+                ends.callback(callback.end, self)
 
     def _train(self, batches: Iterator[Any], interruption: "Interruption") -> None:
         unread: list[Outcome] = []
@@ -214,21 +222,25 @@ class Interruption:
 
 @contextmanager
 def catch_interruption(answer: str = "") -> Iterator[Interruption]:
-    """Note the first SIGTERM or Ctrl-C instead of ending the process; a second one ends it as usual.
+    """Note the first signal that asks to stop, instead of ending the process; a second one ends it as usual.
 
+    SIGTERM and Ctrl-C always; SIGHUP, SIGUSR1 and SIGUSR2 unless they are ignored, as under nohup, or somebody handles them.
     `answer` is written to standard error at once when Ctrl-C is pressed.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    known = [number for name in STOPPING if (number := getattr(signal, name, None)) is not None]
+    before = {number: signal.getsignal(number) for number in known}
+    before = {n: handler for n, handler in before.items() if n in ALWAYS or handler is signal.SIG_DFL}
 
     def note(number: int, frame: FrameType | None) -> None:
         interruption.signal_name = signal.Signals(number).name
         if answer and number == signal.SIGINT:
             # Not with print: what the signal interrupts may be printing.
-            os.write(2, f"\n{answer}\n".encode())
+            with suppress(OSError):
+                os.write(2, f"\n{answer}\n".encode())
         signal.signal(number, before[signal.Signals(number)])
 
     for number in before:

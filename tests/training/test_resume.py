@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, quietly, run
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
 
@@ -89,22 +88,6 @@ def test_a_run_never_goes_on_from_new_weights_if_it_was_given_some(tmp_path, mon
     with pytest.raises(InputError, match="the weights of a friend"):
         quietly(resume, tmp_path / "run")
     assert not list(tmp_path.glob("run/checkpoints/*"))
-
-
-def test_a_run_that_cannot_be_saved_says_so_and_goes_on_from_its_last_checkpoint(tmp_path, finished, monkeypatch):
-    def full(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    run(tiny_config(out=tmp_path / "run", stop_after_steps=6))
-    with monkeypatch.context() as patch:
-        patch.setattr("stop_mim.training.checkpoint.save_file", full)
-        with pytest.raises(OSError, match="No space left"):
-            quietly(resume, tmp_path / "run")
-    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved == ["step-00000004.safetensors", "step-00000006.safetensors"]
-    quietly(resume, tmp_path / "run")
-    assert_same_checkpoint(checkpoint_at(finished, TOTAL), checkpoint_at(tmp_path / "run", TOTAL))
 
 
 def test_a_finished_run_is_left_as_it_is_but_for_a_missing_or_stale_encoder(tmp_path):

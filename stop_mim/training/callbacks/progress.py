@@ -1,8 +1,10 @@
 """Progress: a bar in a terminal, a line now and then elsewhere, and the run directory's status.json."""
 
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -20,7 +22,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from stop_mim.errors import first_line
+from stop_mim.errors import first_line, printable
 from stop_mim.training.run_folder import RunFolder, RunState
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
@@ -100,7 +102,7 @@ class ProgressDisplay:
             console=self.console,
             disable=not self._live,
         )
-        self._last_line, self._interval = 0.0, FIRST_INTERVAL
+        self._last_line, self._interval, self._closed = 0.0, FIRST_INTERVAL, False
         self._tasks: dict[str, TaskID] = {}
         self._paces: dict[str, Pace] = {}
 
@@ -111,7 +113,8 @@ class ProgressDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        with suppress(OSError, SystemExit):
+            self._progress.stop()
 
     def update(self, name: str, done: int, total: int, values: str = "") -> None:
         """Show how much of the work of that name is done, and the time that is left."""
@@ -127,15 +130,28 @@ class ProgressDisplay:
         elif self.shown and (is_new or done == total or time.monotonic() - self._last_line > self._interval):
             self._interval = FIRST_INTERVAL if is_new else min(2 * self._interval, LAST_INTERVAL)
             self._last_line = time.monotonic()
-            line = " ".join(filter(None, [f"{name} {done:,}/{total:,}", time_left(ends), values]))
-            self.console.print(escape(line), soft_wrap=True, highlight=False)
+            self._print(" ".join(filter(None, [f"{name} {done:,}/{total:,}", time_left(ends), values])))
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print and log a line."""
         if self.shown:
-            self._progress.console.print(escape(text), style=style, soft_wrap=True, highlight=False)
+            self._print(text, style)
             if self.log is not None:
                 self.log(text)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        if self._closed:
+            return
+        try:
+            self.console.print(escape(printable(text)), style=style, soft_wrap=True, highlight=False)
+        # rich ends the program where the reader of its output is gone.
+        except (OSError, SystemExit):
+            self._closed = True
+            # A training saves and ends; one that ignores the signal, as under nohup, goes on without output.
+            hangup = getattr(signal, "SIGHUP", None)
+            if hangup is None or signal.getsignal(hangup) is signal.SIG_DFL:
+                raise
+            signal.raise_signal(hangup)
 
     def warn(self, text: str) -> None:
         """Print and log a warning."""

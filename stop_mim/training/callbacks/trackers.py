@@ -1,6 +1,9 @@
 """Experiment trackers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. All of them get the same values."""
 
 import importlib
+import os
+import socket
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -29,25 +32,44 @@ class Tracker(Callback):
 
 
 class TensorBoard(Tracker):
-    """Events in the directory tensorboard of the run."""
+    """Events in the directory tensorboard of the run, in a new file for each session.
+
+    Written without the thread of TensorBoard's own writer, which prints a traceback into the run when a disk is full.
+    TensorBoard reads files in the order of the numbers in their names: a clock that was set back must not change it.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self._events: Any = None
+        self.folder = folder.events
+        self._path = self.folder
+        self._records: Any = None
 
     def start(self, trainer: Trainer) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
+        self.folder.mkdir(parents=True, exist_ok=True)
+        numbers = [int(path.name.split(".")[3]) for path in self.folder.glob("events.out.tfevents.[0-9]*.*")]
+        number = max([int(time.time()), *(number + 1 for number in numbers)])
+        self._path = self.folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(self._path.open("wb", buffering=0))
+        self._add(file_version="brain.Event:2")
         # Earlier events of steps that are taken again are superseded.
-        self._events = SummaryWriter(str(self.folder.events), purge_step=trainer.done + 1)
+        self._add(step=trainer.done + 1, session_log={"status": "START"})
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+        self._add(step=step, summary={"value": [{"tag": name, "simple_value": x} for name, x in values.items()]})
+
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        try:
+            self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def end(self, trainer: Trainer) -> None:
-        if self._events is not None:
-            self._events.close()
+        if self._records is not None:
+            self._records.close()
 
 
 class RemoteTracker(Tracker):
