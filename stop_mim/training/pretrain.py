@@ -325,8 +325,8 @@ def warn_of_initial_part(optim: OptimConfig, total_steps: int, warn: Callable[[s
     if part > MOST_INITIAL_PART:
         warn(
             f"At the end of this run {part:.0%} of the target encoder will be its initial weights, because "
-            f"optim.ema_start is {ema_start(optim, total_steps):.4g} and the run has {total_steps} steps: train longer, or "
-            f"leave optim.ema_start out."
+            f"optim.ema_start is {ema_start(optim, total_steps):.4g} and the run has {total_steps:,} steps: train longer, or "
+            f"set optim.ema_start to {ema_start(replace(optim, ema_start=None), total_steps):.3g}."
         )
 
 

@@ -82,6 +82,7 @@ def test_the_initial_part_of_the_target_is_the_product_of_all_momenta():
     assert len(said) == 1
     assert "56% of the target encoder" in said[0]
     assert "ema_start is 0.996" in said[0]
+    assert "to 0.966." in said[0]
 
 
 @pytest.mark.parametrize("warmup_epochs", [0.0, 1.0])
