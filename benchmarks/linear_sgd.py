@@ -1,6 +1,9 @@
-"""How far linear heads trained by SGD are from the fast probe on the very same features, without augmentation.
+"""How far linear heads trained by SGD are from the fast probe.
 
 python benchmarks/linear_sgd.py ENCODER DATA --images-a-class 50 500
+    on the very same features, without augmentation
+python benchmarks/linear_sgd.py ENCODER DATA --images-a-class 50 500 --end-to-end
+    as `stop-mim evaluate --task linear linear-sgd` runs them, beside the network with its initial weights if ENCODER is a run
 """
 
 import argparse
@@ -18,13 +21,16 @@ from stop_mim.data.augment import AugmentConfig, TestView
 from stop_mim.data.batches import Batch
 from stop_mim.data.image_lists import draw_per_class
 from stop_mim.data.labelled import LabelledSet
+from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import open_task_data
 from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.labelled_training import Conditions
 from stop_mim.evaluation.logistic import top_accuracy
 from stop_mim.evaluation.protocols import PROTOCOLS
+from stop_mim.evaluation.subject import Subject
+from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.linear import linear_probe
-from stop_mim.evaluation.tasks.linear_sgd import LinearTraining
+from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions, LinearTraining
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 
@@ -92,17 +98,47 @@ def compare(encoder, data, stored, images_a_class, arguments, ranks):
             print(f"    {head} {score:.2f}", flush=True)
 
 
+def end_to_end(name, arguments, ranks):
+    options = LinearSGDOptions(epochs=arguments.epochs)
+    config = evaluate_config()(protocol="generic", seed=arguments.seed, linear_sgd=options)
+    encoder = load_encoder(name)
+    encoder.image_size = (arguments.image_size,) * 2 if arguments.image_size else encoder.image_size
+    subject = Subject(name, encoder, None, config, 4, ranks, lambda text: lambda done, total: None)
+    data = open_task_data(arguments.data, arguments.test_data)[0]
+    if arguments.classes:
+        train, test = (part.part(np.flatnonzero(part.classes < arguments.classes)) for part in (data.train, data.test))
+        data = replace(data, classes=arguments.classes, train=train, test=test)
+    for images_a_class in arguments.images_a_class:
+        chosen = np.sort(draw_per_class(data.train.classes, images_a_class, arguments.seed, 0))
+        part = replace(data, train=data.train.part(chosen))
+        for task in ("linear", "linear-sgd"):
+            start = time.perf_counter()
+            found = TASKS[task](task, config, subject, part, lambda done, total: None).run()
+            best = {score.name: score for score in found}["top1"]
+            seconds = time.perf_counter() - start
+            print(f"{name}, {len(part.train)} images, {task}: {best.text} ({seconds:.0f} s)", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("encoder")
     parser.add_argument("data")
     parser.add_argument("--images-a-class", type=int, nargs="+", default=[50])
     parser.add_argument("--image-size", type=int)
+    parser.add_argument("--test-data")
+    parser.add_argument("--classes", type=int, help="end to end: the first classes alone")
+    parser.add_argument("--end-to-end", action="store_true")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    ranks = Ranks(0, 1, 1, torch.device("cpu"))
-    encoder, data = load_encoder(arguments.encoder).eval(), open_task_data(arguments.data)[0]
+    ranks = Ranks(0, 1, 1, torch.device(arguments.device))
+    if arguments.end_to_end:
+        baseline = [f"untrained:{arguments.encoder}"] if Path(arguments.encoder).is_dir() else []
+        for name in [arguments.encoder, *baseline]:
+            end_to_end(name, arguments, ranks)
+        return
+    encoder, data = load_encoder(arguments.encoder).eval(), open_task_data(arguments.data, arguments.test_data)[0]
     if encoder.depth < 4:
         parser.error(f"{arguments.encoder} has {encoder.depth} layers: name an encoder of at least four")
     if arguments.image_size is not None:
