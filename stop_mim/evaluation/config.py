@@ -24,8 +24,7 @@ class EvaluateConfig(Checked):
     label: str = "auto"
     """Which label to predict, for data that have several; auto: each of them."""
     protocol: str = "auto"
-    """imagenet, places205, places365, inat18, cifar100, cifar100-crops, clevr-count, clevr-dist or generic; auto: chosen
-    by the data."""
+    """imagenet, places205, places365, inat18, cifar100, cifar100-crops, clevr-count, clevr-dist, generic; auto: by the data."""
     pool: Literal["auto", "cls", "mean"] = "auto"
     """Features: the class token (cls) or the mean of the patches; auto: the class token where there is one."""
     image_size: Annotated[int | None, ABOVE_ZERO] = None

@@ -3,9 +3,6 @@
 import io
 import os
 import signal
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,10 +31,6 @@ ALONE = Ranks(0, 1, 1, CPU)
 SPEED = SpeedConfig(workers=0)
 WHOLE = Protocol("whole", 4, (2, 3), lrs=(0.5,), train_view="resize_flip", test_view="resize")
 NEWTON = replace(WHOLE, preconditioned=True, milestones=(), final_factor=0.0, lrs=(0.1,), weight_decay=1e-5)
-SHARED = {
-    name: replace(one, epochs=2, milestones=(), weight_decay=0.01)
-    for name, one in (("plain", WHOLE), ("newton", NEWTON))
-}
 PLAIN = FinetuneOptions(
     epochs=3,
     batch_size=32,
@@ -115,15 +108,6 @@ def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALO
     return kind(name, config, subject, data, progress or (lambda done, total: None))
 
 
-def train_shared(name, ranks, folder):
-    """Train linear heads, keep the state in the folder, and return the scores."""
-    sets = coloured(150), coloured(41, seed=1)
-    task = make_task("linear-sgd", small_encoder(), *sets, SHARED[name], ranks=ranks, batch_size=32)
-    training = task.training()
-    training.train(folder / f"{name}{ranks.world_size}")
-    return {score.name: score.value for score in task.results(training)}
-
-
 def scores_of(task):
     task.check()
     return {score.name: score.value for score in task.run()}
@@ -167,23 +151,3 @@ class HubModel(nn.Module):
         patches = nn.functional.avg_pool2d(images, 8).flatten(2).mT
         tokens = torch.cat([torch.zeros(len(images), 1, 3), patches], 1)
         return SimpleNamespace(hidden_states=(torch.zeros_like(tokens), tokens))
-
-
-def run_processes(script, folder, count, *arguments):
-    """Run a script in so many processes that know of each other, to its end."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, os.path.dirname(__file__), str(folder), *arguments],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors

@@ -23,7 +23,6 @@ from small_trainings import (
     coloured,
     kill_at,
     make_task,
-    run_processes,
     scores_of,
     signal_at,
     small_encoder,
@@ -180,40 +179,6 @@ def test_encoders_and_sizes_that_cannot_be_trained_are_refused():
     encoder.image_size = (32, 32)
     with pytest.raises(InputError, match="image_size is 32"):
         task(encoder, *sets).check()
-
-
-SCRIPT = """
-import sys, torch
-from dataclasses import replace
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from small_trainings import CONDITIONS, PLAIN, SPEED, coloured, small_encoder
-from stop_mim.evaluation.tasks.finetune import FinetuneTraining
-from stop_mim.training.distributed import process_group
-
-torch.set_num_threads(1)
-with process_group("cpu") as ranks:
-    conditions = replace(CONDITIONS, ranks=ranks, speed=replace(SPEED, batch_size_per_device=6))
-    training = FinetuneTraining(small_encoder(), coloured(71), PLAIN, conditions)
-    training.train(Path(sys.argv[2]) / "state2")
-    results = training.score(coloured(41, seed=1)).tolist(), training.train_loss
-    torch.save(results, Path(sys.argv[2]) / f"results.{ranks.rank}")
-"""
-
-
-def test_two_processes_learn_what_one_learns(tmp_path):
-    run_processes(SCRIPT, tmp_path, 2)
-    # 71 images in batches of 32: the last batch is uneven, 4 images in one process and 3 in the other.
-    alone = FinetuneTraining(small_encoder(), coloured(71), PLAIN, CONDITIONS)
-    alone.train(tmp_path / "state1")
-    first, second = (torch.load(tmp_path / f"results.{rank}", weights_only=True) for rank in (0, 1))
-    assert first == second
-    assert first[1] == pytest.approx(alone.train_loss, rel=1e-3)
-    one, two = (read_checkpoint(tmp_path / f"state{count}").tensors for count in (1, 2))
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        if name.startswith("model."):
-            torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=1e-2)
 
 
 @pytest.mark.gpu

@@ -11,22 +11,18 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from small_trainings import (
-    ALONE,
     CONDITIONS,
     CPU,
     NEWTON,
-    SHARED,
     SPEED,
     WHOLE,
     Killed,
     coloured,
     kill_at,
     make_task,
-    run_processes,
     scores_of,
     signal_at,
     small_encoder,
-    train_shared,
 )
 from torch import nn
 
@@ -325,36 +321,6 @@ def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
     state.write_bytes(state.read_bytes()[:-1] + b"?")
     with pytest.raises(InputError, match=rf"{state.name}.*delete it"):
         scores_of(make())
-
-
-SCRIPT = """
-import sys, torch
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from small_trainings import SHARED, train_shared
-from stop_mim.training.distributed import process_group
-
-torch.set_num_threads(1)
-with process_group("cpu") as ranks:
-    for name in SHARED:
-        results = train_shared(name, ranks, Path(sys.argv[2]))
-        torch.save(results, Path(sys.argv[2]) / f"{name}2.{ranks.rank}")
-"""
-
-
-def test_two_processes_learn_what_one_learns(tmp_path):
-    # 75 images in batches of 32: the last batch is uneven, 6 images in one process and 5 in the other.
-    run_processes(SCRIPT, tmp_path, 2)
-    for name, protocol in SHARED.items():
-        first, second = (torch.load(tmp_path / f"{name}2.{rank}", weights_only=True) for rank in (0, 1))
-        assert first == second
-        train_shared(name, ALONE, tmp_path)
-        one, two = (read_checkpoint(tmp_path / f"{name}{count}").tensors for count in (1, 2))
-        assert one.keys() == two.keys()
-        for key, tensor in one.items():
-            # Where features hardly vary, preconditioned steps are long, and so are their rounding errors.
-            tolerance = max(2e-5, 1e-3 * tensor.abs().max().item() if protocol.preconditioned else 0)
-            torch.testing.assert_close(two[key], tensor, atol=tolerance, rtol=1e-3)
 
 
 # Curvature

@@ -63,8 +63,7 @@ class FinetuneOptions(Checked, group="finetune"):
     batch_size: Annotated[int, ABOVE_ZERO] = 1024
     """Images per update, over all devices and accumulated batches."""
     lr: Annotated[float | None, ABOVE_ZERO] = None
-    """Peak learning rate of the head for a batch of 256, scaled linearly with the batch; by default 5e-4, of ViT-L and larger
-    1e-3."""
+    """Peak learning rate of the head for a batch of 256 images; by default 5e-4, of ViT-L and larger 1e-3."""
     lowest_lr: Annotated[float, AT_LEAST_ZERO] = 1e-6
     """Learning rate of the head at the end."""
     warmup_epochs: Annotated[float, AT_LEAST_ZERO] = 5.0

@@ -1,0 +1,71 @@
+"""Linear heads and fine-tuning learn in two processes what they learn in one."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_trainings import ALONE, CONDITIONS, NEWTON, PLAIN, SPEED, WHOLE, coloured, small_encoder
+
+from stop_mim.evaluation.tasks.finetune import FinetuneTraining
+from stop_mim.evaluation.tasks.linear_sgd import LinearTraining
+from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.distributed import process_group
+
+SGD, SHORT = replace(WHOLE, epochs=2, milestones=(), weight_decay=0.01), replace(NEWTON, epochs=2, weight_decay=0.01)
+
+
+def train(ranks, folder):
+    """Train each kind, keep its state in the folder, and return losses and accuracies."""
+    conditions = replace(CONDITIONS, ranks=ranks, speed=replace(SPEED, batch_size_per_device=6))
+    # 75 of 150, and 71, images in batches of 32: the last batch is uneven.
+    trainings = {
+        name: LinearTraining(small_encoder(), coloured(150), 32, replace(conditions, protocol=protocol))
+        for name, protocol in (("sgd", SGD), ("newton", SHORT))
+    } | {"finetune": FinetuneTraining(small_encoder(), coloured(71), PLAIN, conditions)}
+    found = {}
+    for name, training in trainings.items():
+        training.train(folder / f"{name}{ranks.world_size}")
+        found[name] = training.score(coloured(41, seed=1)).tolist()
+    return found | {"loss": trainings["finetune"].train_loss}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with process_group("cpu") as here:
+        torch.save(train(here, Path(sys.argv[1])), Path(sys.argv[1]) / f"results.{here.rank}")
+
+
+def test_two_processes_learn_what_one_learns(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path)],
+            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    alone = train(ALONE, tmp_path)
+    for process in processes:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+    first, second = (torch.load(tmp_path / f"results.{rank}", weights_only=True) for rank in (0, 1))
+    assert first == second
+    assert first["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+    # Where features hardly vary, preconditioned steps are long, and so are their rounding errors.
+    for name, tolerance, relative in (("sgd", 0.0, 1e-3), ("newton", 1e-3, 1e-3), ("finetune", 1e-3, 1e-2)):
+        one, two = (read_checkpoint(tmp_path / f"{name}{count}").tensors for count in (1, 2))
+        assert one.keys() == two.keys()
+        for key, tensor in one.items():
+            if name != "finetune" or key.startswith("model."):
+                atol = max(2e-5, tolerance * tensor.abs().max().item())
+                torch.testing.assert_close(two[key], tensor, atol=atol, rtol=relative)
