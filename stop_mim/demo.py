@@ -134,7 +134,7 @@ def show(scores: Scores, run: Path, console: Console) -> None:
         f"Loss curve: {run / 'loss.png'}   Sampled positions: {run / 'positions.png'}",
         f"Report, for a browser: {run / 'report.html'}",
         "Next, with your own images (a folder, or a parquet file):",
-        "  stop-mim pretrain stop-tiny-imagenet --data YOUR_FOLDER",
+        "  stop-mim pretrain stop-photos --data YOUR_FOLDER",
         "  stop-mim pretrain --help",
         f"  stop-mim evaluate {run} untrained:{run} --task clevr --data scenes:count=2000",
         f"  python -c \"from stop_mim import load_encoder; print(load_encoder('{run}'))\"",

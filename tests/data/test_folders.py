@@ -93,7 +93,7 @@ def test_a_name_is_made_absolute_if_it_is_a_path(tmp_path, monkeypatch):
     write(tmp_path / "photos" / "a.png", 1)
     assert absolute_name("photos/") == str(tmp_path / "photos")
     assert absolute_name("wds:shards-{00..09}.tar") == f"wds:{tmp_path}/shards-{{00..09}}.tar"
-    for name in ("scenes:count=8,size=32", "torchvision:CIFAR100", "hf:owner/name"):
+    for name in ("scenes:count=8,size=32", "torchvision:CIFAR100", "hf:owner/name", "wds:https://host/a-{0..9}.tar"):
         assert absolute_name(name) == name
 
 
