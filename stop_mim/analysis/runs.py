@@ -120,7 +120,7 @@ class RunRecords:
     def evaluations(self) -> list[Evaluation]:
         """The evaluations of the run's encoder: not those of checkpoints, of RUN#encoder, and of its initial weights."""
         names = [(Path(one.encoder), one) for one in self.results if not one.is_baseline]
-        return [one for path, one in names if path.parent.name != "checkpoints" and "#" not in path.name]
+        return [one for path, one in names if path.parent.name != "checkpoints" and not path.name.endswith("#encoder")]
 
     def scores(self) -> dict[ScoreKey, float]:
         """Return the scores of the run's encoder and the newest ones of the online probe."""

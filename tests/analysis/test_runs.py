@@ -129,6 +129,13 @@ def test_the_status_is_that_of_the_file_and_unknown_without_it(stop_run, tmp_pat
     assert read_records(run).total_steps == 8, "counted from the metrics"
 
 
+def test_the_scores_of_a_run_are_those_of_its_target(stop_run, tmp_path):
+    names = ("run", "run#encoder", "run/checkpoints/step-00000008.safetensors", "untrained:run")
+    results = [evaluation("knn", top1(10.0 * number), encoder=name) for number, name in enumerate(names)]
+    run = read_records(pretend(stop_run, tmp_path / "run", results=results))
+    assert [one.encoder for one in run.evaluations] == ["run"]
+
+
 def test_the_score_nearest_to_the_papers_that_all_runs_have(stop_run, tmp_path):
     fewer = [evaluation("knn", top1(30.0)), evaluation("linear", top1(50.0))]
     amounts = [top1(20.0, variant={"amount": "10%"}), top1(10.0, variant={"amount": "1%"})]
