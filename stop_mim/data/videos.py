@@ -282,39 +282,28 @@ def read_mask(path: Path, white: int = 1) -> UInt8[Tensor, "height width"]:
         check_pixels(*image_size(encoded, str(path)))
         quieten_pillow()
         image = PIL.Image.open(io.BytesIO(encoded), formats=("PNG",))
-        mode, values = image.mode, np.array(image)
-    numbers = _numbers(mode, values, path)
-    if mode != "P" and np.isin(numbers, (0, VOID)).all():
-        numbers = numbers // VOID * np.uint8(white)
-    return torch.from_numpy(numbers)
+        # DAVIS 2016 has a mask with an alpha channel, which says nothing.
+        pixels = np.array(image if image.mode == "P" else image.convert("RGB"))
+    if image.mode == "P":
+        return torch.from_numpy(pixels)
+    if image.mode not in ("1", "L", "LA", "RGB", "RGBA"):
+        raise InputError(f"{path} has pixels of the mode {image.mode}: save masks as palette images or as 8-bit grey.")
+    black_and_white = np.isin(pixels, (0, VOID)).all() and (pixels == pixels[..., :1]).all()
+    if black_and_white:
+        return torch.from_numpy(pixels[..., 0] // VOID * np.uint8(white))
+    return torch.from_numpy(_palette_indices(pixels, path) if image.mode.startswith("RGB") else pixels[..., 0].copy())
 
 
-def _numbers(mode: str, values: np.ndarray, path: Path) -> UInt8[np.ndarray, "height width"]:
-    if mode == "P":
-        return values
-    if mode == "1":
-        return values * np.uint8(VOID)
-    if mode not in ("L", "LA", "RGB", "RGBA"):
-        raise InputError(f"{path} has pixels of the mode {mode}: save masks as palette images or as 8-bit grey.")
-    # DAVIS 2016 has a mask with an alpha channel, which says nothing.
-    opaque = values[..., :-1] if mode.endswith("A") else values
-    channels = opaque.reshape(*values.shape[:2], -1)
-    if channels.shape[2] == 1 or ((channels == channels[..., :1]).all() and np.isin(channels, (0, VOID)).all()):
-        return channels[..., 0]
-    return _palette_indices(channels, path)
-
-
-def _palette_indices(colours: UInt8[np.ndarray, "height width 3"], path: Path) -> UInt8[np.ndarray, "height width"]:
-    keys, known = _colour_keys(colours), _colour_keys(davis_palette())
-    order = known.argsort()
-    places = known[order].searchsorted(keys).clip(max=len(known) - 1)
-    strange = keys[known[order][places] != keys]
-    if strange.size:
+def _palette_indices(pixels: UInt8[np.ndarray, "height width 3"], path: Path) -> UInt8[np.ndarray, "height width"]:
+    known = {key: number for number, key in enumerate(_colour_keys(davis_palette()).tolist())}
+    colours, places = np.unique(_colour_keys(pixels), return_inverse=True)
+    if strange := [colour for colour in colours.tolist() if colour not in known]:
         raise InputError(
             f"{path} has the colour #{strange[0]:06x}, which is no object's in DAVIS's palette: save masks as palette "
             "images whose indices are the objects' numbers."
         )
-    return order[places].astype(np.uint8)
+    numbers = np.array([known[colour] for colour in colours.tolist()], dtype=np.uint8)
+    return numbers[places].reshape(pixels.shape[:2])
 
 
 def _colour_keys(colours: np.ndarray) -> np.ndarray:

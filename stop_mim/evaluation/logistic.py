@@ -22,8 +22,7 @@ from stop_mim.seeds import seeded_generator
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 HELD_OUT_FRACTION, MAX_HELD_OUT = 0.2, 50_000
 # After each round the search is preconditioned again; it ends when a round improves no loss by more than this part of it.
-ROUNDS, STEPS_A_ROUND, HISTORY, IMPROVEMENT = 16, 50, 10, 1e-3
-STEPS = ROUNDS * STEPS_A_ROUND
+STEPS, STEPS_A_ROUND, HISTORY, IMPROVEMENT = 800, 50, 10, 1e-3
 # Bounds memory; changes no result.
 LOGITS_AT_A_TIME = 2**27
 
@@ -67,11 +66,15 @@ class TrainingFeatures:
         self.std = self.std.clamp(min=1e-6)
         self.labels = labels.to(device).split([len(chunk) for chunk in chunks])
         only = self._inputs(chunks[0]) if len(chunks) == 1 else None
-        self.curvatures, self.components = self._principal_components(only)
-        self.projected = None if only is None else only @ self.components
+        self.variances, self.components = self._principal_components(only)
+        self.projected = None if only is None else self._project(only)
 
     def _inputs(self, chunk: Tensor) -> Float[Tensor, "chunk dim"]:
         return (chunk.to(self.device, non_blocking=True).float() - self.mean) / self.std
+
+    def _project(self, inputs: Float[Tensor, "n dim"]) -> Float[Tensor, "n k_and_one"]:
+        # Ones for the bias come first.
+        return F.pad(inputs @ self.components, (1, 0), value=1.0)
 
     def _principal_components(self, only: Tensor | None) -> tuple[Float[Tensor, " k"], Float[Tensor, "dim k"]]:
         """Return variances and directions, without directions of no variance, along which the optimum is zero."""
@@ -92,17 +95,17 @@ class TrainingFeatures:
         chunks = self.chunks if self.projected is None else (self.projected,)
         for chunk, labels in zip(chunks, self.labels, strict=True):
             for part, part_labels in zip(chunk.split(rows), labels.split(rows), strict=True):
-                inputs = part if self.projected is not None else self._inputs(part) @ self.components
+                inputs = part if self.projected is not None else self._project(self._inputs(part))
                 yield inputs[None], part_labels[None], inputs.new_full((1, len(inputs)), 1 / self.count)
 
     def fit(self, penalties: Sequence[float], progress: Progress | None = None) -> list[LinearProbe]:
         """Return, for each penalty, the probe that minimises cross-entropy + penalty · ‖weight‖² / 2."""
         return fit_stacked([self], [penalties], progress)[0]
 
-    def probe(self, weights: Float[Tensor, "classes k_and_more"]) -> LinearProbe:
-        """Return the probe of weights along the principal components, with the biases in the last column."""
-        k = len(self.curvatures)
-        return LinearProbe(self.mean, self.std, weights[:, :k] @ self.components.T, weights[:, -1])
+    def probe(self, weights: Float[Tensor, "classes one_and_more"]) -> LinearProbe:
+        """Return the probe of weights along the principal components, which follow the biases."""
+        along = weights[:, 1 : 1 + len(self.variances)]
+        return LinearProbe(self.mean, self.std, along @ self.components.T, weights[:, 0])
 
 
 def fit_together(
@@ -113,21 +116,17 @@ def fit_together(
     On a GPU, small sets are fitted in one search: each step of a small search waits for the interpreter, and many in one
     wait no longer than a single one. On the CPU each set is fitted on its own.
     """
-    if trainings[0].device.type == "cpu" or any(training.projected is None for training in trainings):
-        return [training.fit(own) for training, own in zip(trainings, penalties, strict=True)]
-    widest = max(len(training.curvatures) for training in trainings)
-    most_rows, classes, problems = max(one.count for one in trainings), trainings[0].classes, len(penalties[0])
-    # The search keeps two points for each step of its history.
-    numbers = problems * classes * (most_rows + 2 * HISTORY * (widest + 1))
-    at_once = max(1, LOGITS_AT_A_TIME // numbers)
-    found: list[list[LinearProbe]] = []
-    for start in range(0, len(trainings), at_once):
-        part = slice(start, start + at_once)
-        found += fit_stacked(trainings[part], penalties[part])
-    return found
+    at_once = 1
+    if trainings[0].device.type != "cpu" and all(training.projected is not None for training in trainings):
+        widest, most_rows = max(len(one.variances) for one in trainings), max(one.count for one in trainings)
+        # The search keeps two points for each step of its history.
+        numbers = len(penalties[0]) * trainings[0].classes * (most_rows + 2 * HISTORY * (widest + 1))
+        at_once = max(1, LOGITS_AT_A_TIME // numbers)
+    parts = [slice(start, start + at_once) for start in range(0, len(trainings), at_once)]
+    return [probes for part in parts for probes in fit_stacked(trainings[part], penalties[part])]
 
 
-Stacked = tuple[Float[Tensor, "sets rows k"], Int[Tensor, "sets rows"], Float[Tensor, "sets rows"]]
+Stacked = tuple[Float[Tensor, "sets rows k_and_one"], Int[Tensor, "sets rows"], Float[Tensor, "sets rows"]]
 """Images of several sets along their principal components, their labels, and the part that each has in its set's loss."""
 
 
@@ -142,44 +141,40 @@ def fit_stacked(
     therefore taken again after each round of steps, at the point reached.
     """
     sets, problems, classes = len(trainings), len(penalties[0]), trainings[0].classes
-    k, device = max(len(one.curvatures) for one in trainings), trainings[0].device
-    batches = _stack(trainings, k, max(1, LOGITS_AT_A_TIME // (problems * classes)))
+    variances = pad_sequence([one.variances for one in trainings], batch_first=True, padding_value=1.0)
     # The bias is one more component, with variance 1 and no penalty; components of padding stay at zero.
-    variances = pad_sequence([one.curvatures for one in trainings], batch_first=True, padding_value=1.0)
-    variances = F.pad(variances, (0, 1), value=1.0)[:, None, None]
-    strengths = torch.tensor(penalties, device=device)[:, :, None, None].expand(-1, -1, -1, k)
-    strengths = F.pad(strengths, (0, 1))
+    variances = F.pad(variances, (1, 0), value=1.0)[:, None, None]
+    strengths = torch.tensor(penalties, device=variances.device)[:, :, None, None] * torch.ones_like(variances)
+    strengths[..., 0] = 0
+    batches = _stack(trainings, variances.shape[-1], max(1, LOGITS_AT_A_TIME // (problems * classes)))
 
-    def logits_of(weights: Tensor, inputs: Tensor) -> Float[Tensor, "sets rows problems classes"]:
-        flat, biases = weights[..., :k].flatten(1, 2), weights[..., k].flatten(1)
-        return torch.baddbmm(biases[:, None], inputs, flat.mT).unflatten(2, (problems, classes))
+    def logits(weights: Tensor, inputs: Tensor) -> Float[Tensor, "sets rows problems classes"]:
+        return (inputs @ weights.flatten(1, 2).mT).unflatten(2, (problems, classes))
 
     def objective(points: Tensor) -> tuple[Tensor, Tensor]:
         weights = points.view_as(found) * stretch
         values = 0.5 * (strengths * weights.square()).sum((2, 3))
         gradients = strengths * weights
         for inputs, labels, shares in batches():
-            logs = logits_of(weights, inputs).log_softmax(3)
+            logs = logits(weights, inputs).log_softmax(3)
             index, shares = labels[..., None, None].expand(-1, -1, problems, 1), shares[..., None, None]
             values = values - (logs.gather(3, index) * shares).sum((1, 3))
-            slopes = logs.exp_().scatter_add_(3, index, logs.new_full(index.shape, -1.0)).mul_(shares).flatten(2)
-            along = torch.cat([slopes.mT @ inputs, slopes.sum(1)[..., None]], 2)
-            gradients = gradients + along.view_as(weights)
+            slopes = logs.exp_().scatter_add_(3, index, logs.new_full(index.shape, -1.0)).mul_(shares)
+            gradients = gradients + (slopes.flatten(2).mT @ inputs).view_as(weights)
         return values.flatten(), (gradients * stretch).view_as(points)
 
-    def curvature() -> Float[Tensor, "sets problems 1 1"]:
+    def spread() -> Float[Tensor, "sets problems 1 1"]:
         """Return the mean of p (1 - p) over images and classes."""
-        certain = torch.zeros(sets, problems, device=device)
+        certain = strengths.new_zeros(sets, problems)
         for inputs, _, shares in batches():
-            chances = logits_of(found, inputs).softmax(3).square_().sum(3)
-            certain += (chances * shares[..., None]).sum(1)
+            certain += (logits(found, inputs).softmax(3).square_().sum(3) * shares[..., None]).sum(1)
         return ((1 - certain).clamp(min=0) / classes)[..., None, None]
 
-    found = torch.zeros(sets, problems, classes, k + 1, device=device)
-    before = torch.full((sets * problems,), torch.inf, device=device)
-    for number in range(ROUNDS):
-        stretch = (curvature() * variances + strengths).clamp(min=1e-12).rsqrt()
-        tick = None if progress is None else partial(_tick, progress, number * STEPS_A_ROUND)
+    found = torch.zeros(sets, problems, classes, variances.shape[-1], device=variances.device)
+    before = torch.full((sets * problems,), torch.inf, device=variances.device)
+    for done in range(0, STEPS, STEPS_A_ROUND):
+        stretch = (spread() * variances + strengths).clamp(min=1e-12).rsqrt()
+        tick = None if progress is None else partial(_tick, progress, done)
         points, values = minimise(objective, (found / stretch).view(sets * problems, -1), STEPS_A_ROUND, HISTORY, tick)
         found = points.view_as(found) * stretch
         if bool((before - values <= IMPROVEMENT * values).all()):
@@ -188,19 +183,19 @@ def fit_stacked(
     return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
 
 
-def _stack(trainings: Sequence[TrainingFeatures], k: int, rows: int) -> Callable[[], Iterable[Stacked]]:
+def _tick(progress: Progress, done: int, step: int, _: int) -> None:
+    progress(done + step, STEPS)
+
+
+def _stack(trainings: Sequence[TrainingFeatures], width: int, rows: int) -> Callable[[], Iterable[Stacked]]:
     if len(trainings) == 1:
         return partial(trainings[0].batches, rows)
     projected = [one.projected for one in trainings if one.projected is not None]
-    inputs = pad_sequence([F.pad(one, (0, k - one.shape[1])) for one in projected], batch_first=True)
+    inputs = pad_sequence([F.pad(one, (0, width - one.shape[1])) for one in projected], batch_first=True)
     labels = pad_sequence([torch.cat(one.labels) for one in trainings], batch_first=True)
     # Rows of padding have no part in the loss.
     shares = pad_sequence([inputs.new_full((one.count,), 1 / one.count) for one in trainings], batch_first=True)
     return lambda: [(inputs, labels, shares)]
-
-
-def _tick(progress: Progress, before: int, step: int, _: int) -> None:
-    progress(before + step, STEPS)
 
 
 def _statistics(chunks: Chunks, device: torch.device) -> tuple[Float[Tensor, " dim"], Float[Tensor, " dim"]]:

@@ -231,17 +231,17 @@ def test_masks_are_decided_between_patches():
 
 def test_masks_are_saved_and_score_the_same(tmp_path):
     videos = [DrawnVideo(steps=((4, 4), (-4, -4)))]
-    steps = []
+    steps, out = [], tmp_path / "masks"
     for foreground in (False, True):
         scores = segment_videos(
-            MeanColour(), videos, config(), CPU, tmp_path, False, foreground, lambda *step: steps.append(step)
+            MeanColour(), videos, config(), CPU, out, False, foreground, lambda *step: steps.append(step)
         )
-        assert scores == score_masks(videos, tmp_path, foreground)
+        assert scores == score_masks(videos, out, foreground)
         assert len(scores["sequences"]["drawn"]["objects"]) == (1 if foreground else 2)
     assert steps == [(done, 10) for done in range(1, 11)] * 2
-    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [f"{index:05d}.png" for index in range(10)]
-    assert [path.name for path in tmp_path.iterdir()] == ["drawn"]
-    with PIL.Image.open(tmp_path / "drawn" / "00000.png") as image:
+    assert sorted(path.name for path in (out / "drawn").iterdir()) == [f"{index:05d}.png" for index in range(10)]
+    assert [path.name for path in out.iterdir()] == ["drawn"]
+    with PIL.Image.open(out / "drawn" / "00000.png") as image:
         assert image.mode == "P"
         assert np.array_equal(np.asarray(image), videos[0].mask(0))
 

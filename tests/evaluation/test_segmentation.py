@@ -65,11 +65,11 @@ def blobs(generator, shape):
     return field > generator.choice([-9, 0, 0, 0.5 * field.std(), 1.5 * field.std(), 9])
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (7, 1), (17, 23), (48, 64), (20, 660)])
+@pytest.mark.parametrize("shape", [(1, 9), (7, 1), (17, 23), (30, 40), (8, 300)])
 def test_measures_are_their_definitions(shape):
     generator = np.random.default_rng(sum(shape))
     values = []
-    for _ in range(8 if max(shape) > 100 else 30):
+    for _ in range(8 if max(shape) > 100 else 20):
         predicted, truth = blobs(generator, shape), blobs(generator, shape)
         np.testing.assert_array_equal(boundary_map(truth), plain_boundary(truth))
         values.append(contour_accuracy(predicted, truth))
