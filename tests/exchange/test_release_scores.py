@@ -28,6 +28,7 @@ PATCH, GRID = 16, 4
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
     """The path of a checkpoint, and a function that gives the tokens of its target encoder by definition."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path / "cache"))
     contents = release(patch=PATCH, grid=GRID)
     torch.save(contents, tmp_path / "vit-b16.pth.tar")
