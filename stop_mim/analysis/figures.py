@@ -24,6 +24,7 @@ from stop_mim.analysis.drawing import (
     GREY,
     MARKERS,
     ORANGE,
+    PURPLE,
     SERIES,
     SKY,
     STYLE,
@@ -41,13 +42,14 @@ from stop_mim.analysis.drawing import (
     seeds_label,
     set_sigma_axis,
 )
-from stop_mim.analysis.noise import identified, most_similar, noise_spectrum, similarity_maps
+from stop_mim.analysis.noise import identified, noise_spectrum, sampled_places, similarity_maps
 from stop_mim.analysis.predictions import (
     central_target,
     feature_objective,
     prediction_map,
     sample_images,
     sample_masks,
+    sample_pictures,
 )
 from stop_mim.analysis.runs import (
     AnalysedRun,
@@ -57,6 +59,7 @@ from stop_mim.analysis.runs import (
     check_comparable,
     check_same_grid,
     common_score,
+    group_seeds,
     grouped,
     noise_of,
     open_run,
@@ -65,6 +68,7 @@ from stop_mim.analysis.runs import (
     spreads_by_sigma,
 )
 from stop_mim.errors import InputError
+from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import StochasticPositions
 from stop_mim.registry import Registry
 from stop_mim.seeds import seeded_generator
@@ -76,6 +80,11 @@ FIGURES: Registry[Callable[[Sequence[Path], str | None], Figure]] = Registry("fi
 MOST_SIDE_BY_SIDE = 3
 QUERY_DRAWS = 256
 N_IMAGES = 4
+# Widths of panels in inches.
+PANEL, MAP = 2.1, 1.5
+POSITION_DRAWS = 200
+FEW_POINTS = 30
+LINES = ("-", "--", ":")
 
 
 def draw_figures(
@@ -111,38 +120,63 @@ def draw_figures(
 
 @FIGURES.register("1")
 def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
-    """The idea: a masked patch with a fixed position, with a stochastic one, samples of positions, and the gain.
+    """The idea: an image with masked patches, their fixed positions, samples of their stochastic positions, and the gain.
 
     The last part needs runs with and without noise that were scored alike, and is left out without them.
     """
-    run = _nearest_to_the_paper(runs)
-    positions, size = run.objective.positions, run.config.encoder.image_size
-    assert isinstance(positions, StochasticPositions)
-    image, masks = sample_images(run, 1)[0], sample_masks(run, 1)
-    patch, scores = central_target(masks, run.grid), _scores_beside(run, runs, score)
-    figure = Figure(figsize=(WIDE, 2.3), layout="constrained")
-    ratios = [1, 1, 1.15, *([0.6] if scores else [])]
-    panels = figure.subplots(1, len(ratios), gridspec_kw={"width_ratios": ratios})
-    known, guessed, cloud = panels[:3]
-    for axes in (known, guessed):
-        draw_image(axes, darkened(image, masks.context[0], run.grid, dim=0.25))
-    known.set(title="fixed position", xlabel="always its own ψ\n")
-    mark_patch(known, patch, run.grid, size, ORANGE)
-    guessed.set_title(f"stochastic, σ = {positions.sigma:g}")
-    _draw_guesses(guessed, positions, patch, size)
-    with torch.no_grad():
-        _draw_clouds(cloud, positions, 200, seeded_generator("cpu", 0, "clouds"))
-    cloud.set(title="samples of four ψ̂", aspect="equal")
+    run = _nearest_to_the_paper(runs, "1")
+    scores = _scores_beside(run, runs, score)
+    figure, panels = _square_panels(run, 4 if scores else 3)
+    _draw_idea(panels[:3], run)
     if scores:
         _draw_bars(panels[3], *scores)
     add_letters(figure.axes)
     return figure
 
 
-def _nearest_to_the_paper(runs: Sequence[Path]) -> AnalysedRun:
-    noisy = [run for run in _records(runs, "1") if _has_noise(run)]
+def _square_panels(run: RunRecords, count: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a row of panels of the shape of the run's images."""
+    height, width = run.config.encoder.image_size
+    figure = Figure(figsize=(PANEL * count, PANEL * height / width + 0.75), layout="constrained")
+    return figure, list(figure.subplots(1, count))
+
+
+def _draw_idea(panels: Sequence[Axes], run: AnalysedRun) -> int:
+    """Draw an image with masked patches, their fixed positions and samples of the stochastic ones; return a masked patch."""
+    positions, (rows, columns) = run.objective.positions, run.grid
+    assert isinstance(positions, StochasticPositions)
+    picture, masks = sample_pictures(run, N_IMAGES)[:2][-1], sample_masks(run, 1)
+    masked, patch = sorted(set(masks.targets.flatten().tolist())), central_target(masks, run.grid)
+    height, width = picture.shape[1:]
+    for axes in panels:
+        draw_image(axes, darkened(picture, masks.context[0], run.grid, dim=0.35))
+        for line in range(1, columns):
+            axes.axvline(line * width / columns - 0.5, color="white", linewidth=0.4, alpha=0.5)
+        for line in range(1, rows):
+            axes.axhline(line * height / rows - 0.5, color="white", linewidth=0.4, alpha=0.5)
+        mark_patch(axes, patch, run.grid, (height, width), ORANGE)
+    places = sampled_places(positions, masked, _generator(run), POSITION_DRAWS)
+    unit = torch.tensor([width / columns, height / rows])
+    for number, one in enumerate(masked):
+        colour = (SKY, ORANGE, GREEN, PURPLE)[one % columns % 2 + 2 * (one // columns % 2)]
+        centre = (torch.tensor([one % columns, one // columns]) + 0.5) * unit
+        drawn = (places[number] + 0.5) * unit
+        for axes, where, size in ((panels[1], centre[None], 16), (panels[2], drawn, 2)):
+            axes.scatter(where[:, 0].numpy(), where[:, 1].numpy(), size, color=colour, linewidths=0, zorder=3)
+    for axes in panels:
+        axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    panels[0].set(title="The model sees", xlabel="a few patches (bright),\nand predicts hidden ones")
+    panels[1].set(title=f"{_method(run)}: fixed positions", xlabel="a hidden patch has\none position ψ")
+    panels[2].set(
+        title="StoP: sampled positions", xlabel=f"ψ̂ ~ N(ψ, σAAᵀ), σ = {positions.sigma:g},\na new sample in every step"
+    )
+    return patch
+
+
+def _nearest_to_the_paper(runs: Sequence[Path], figure: str) -> AnalysedRun:
+    noisy = [run for run in _records(runs, figure) if _has_noise(run)]
     if not noisy:
-        raise InputError("Figure 1 is about noise: name a run with stochastic positions and a sigma above 0.")
+        raise InputError(f"Figure {figure} is about noise: name a run with stochastic positions and a sigma above 0.")
     usual = PositionsConfig().sigma
 
     def distance(run: RunRecords) -> tuple[bool, float]:
@@ -178,38 +212,6 @@ def _draw_bars(axes: Axes, score: ScoreKey, spreads: dict[str, Spread]) -> None:
     names = [f"{name.removesuffix(' positions')}\nn = {value.n}" for name, value in spreads.items()]
     axes.set_xticks(range(2), names)
     axes.set_ylabel(score_label(score))
-
-
-def _draw_guesses(axes: Axes, positions: StochasticPositions, patch: int, size: Sequence[int]) -> None:
-    """Fill the patches whose fixed positions are most similar to samples, the more often the more opaque."""
-    found = most_similar(positions, patch, seeded_generator("cpu", 0, "guesses"), draws=1000)
-    shares = torch.bincount(found, minlength=math.prod(positions.grid)) / len(found)
-    for place in shares.nonzero()[:, 0].tolist():
-        opacity = 0.15 + 0.85 * (shares[place] / shares.max()).item()
-        mark_patch(axes, place, positions.grid, size, ORANGE, fill=opacity)
-    mark_patch(axes, patch, positions.grid, size, "white")
-    axes.set_xlabel(f"most like its own ψ\nin {100 * shares[patch].item():.4g}% of draws")
-
-
-def _draw_clouds(axes: Axes, positions: StochasticPositions, draws: int, generator: torch.Generator) -> None:
-    """Draw samples of four positions on the grid of all means, in their first two principal directions."""
-    table = positions.table()
-    rows, columns = positions.grid
-    centre = table.mean(0)
-    _, _, directions = torch.linalg.svd(table - centre, full_matrices=False)
-    flat = (table - centre) @ directions[:2].T
-    net = flat.unflatten(0, positions.grid)
-    for line in (*net.unbind(0), *net.unbind(1)):
-        axes.plot(*line.T.tolist(), color=GREY, linewidth=0.6, zorder=1)
-    # One patch in from each corner, as far as the grid has room.
-    ends = [(min(1, (size - 1) // 2), size - 1 - min(1, (size - 1) // 2)) for size in (rows, columns)]
-    chosen = dict.fromkeys(row * columns + column for row in ends[0] for column in ends[1])
-    for patch, colour in zip(chosen, (BLUE, ORANGE, GREEN, VERMILION), strict=False):
-        drawn = positions.sample(torch.full((1, draws), patch), generator=generator)[0]
-        x, y = ((drawn - centre) @ directions[:2].T).T.tolist()
-        axes.scatter(x, y, s=4, alpha=0.4, color=colour, zorder=2)
-        axes.scatter(flat[patch, 0].item(), flat[patch, 1].item(), s=40, color=colour, edgecolor="black", zorder=3)
-    axes.set(title="samples of four positions", xlabel="first principal direction of ψ", ylabel="second")
 
 
 @FIGURES.register("3")
@@ -309,28 +311,43 @@ def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure
                 f"{chosen[0].path} was trained on '{chosen[0].config.data}' and {run.path} on '{run.config.data}': figure 6 "
                 "compares runs on the same images."
             )
-    images, masks, grid = sample_images(chosen[0], N_IMAGES), sample_masks(chosen[0], N_IMAGES), chosen[0].grid
+    images, pictures = sample_images(chosen[0], N_IMAGES), sample_pictures(chosen[0], N_IMAGES)
+    masks, grid = sample_masks(chosen[0], N_IMAGES), chosen[0].grid
+    parts = [masks[number : number + 1] for number in range(len(images))]
+    patches = [central_target(part, grid) for part in parts]
+    found = [
+        [prediction_map(objective, *each) for objective in objectives]
+        for each in zip(images, parts, patches, strict=True)
+    ]
     titles = ["image", "context", *(_label(run) for run in chosen)]
     height, width = chosen[0].config.encoder.image_size
-    figure = Figure(figsize=(0.9 + 1.2 * len(titles), 0.4 + 1.2 * height / width * len(images)), layout="constrained")
+    size = (0.9 + MAP * len(titles), 0.4 + MAP * height / width * len(images))
+    figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(images), len(titles), squeeze=False)
-    for number, (image, line) in enumerate(zip(images, panels, strict=True)):
-        own, size = masks[number : number + 1], image.shape[1:]
-        patch = central_target(own, grid)
-        draw_image(line[0], image)
-        draw_image(line[1], darkened(image, own.context[0], grid))
-        mark_patch(line[1], patch, grid, size, "white")
-        for axes, objective in zip(line[2:], objectives, strict=True):
-            heat = prediction_map(objective, image, own, patch)
-            relative = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-12)
-            picture = axes.imshow(relative.numpy(), cmap="magma", vmin=0, vmax=1)
-            remove_ticks(axes)
-            mark_patch(axes, patch, grid, grid, "white")
+    for picture, part, patch, maps, line in zip(pictures, parts, patches, found, panels, strict=True):
+        draw_image(line[0], picture)
+        draw_image(line[1], darkened(picture, part.context[0], grid))
+        mark_patch(line[1], patch, grid, picture.shape[1:], ORANGE)
+        for axes, heat in zip(line[2:], maps, strict=True):
+            _draw_heat(axes, heat, patch, torch.stack([one for row in found for one in row]))
     for axes, title in zip(panels[0], titles, strict=True):
-        axes.set_title(title, fontsize=8)
-    label = "softmax of cosines, lowest to highest of each map"
-    figure.colorbar(picture, ax=panels, label=label, ticks=[0, 1], shrink=0.7, aspect=30)
+        axes.set_title(title)
+    _add_heat_bar(figure, panels)
     return figure
+
+
+def _draw_heat(axes: Axes, heat: Tensor, patch: int, scale: Tensor) -> None:
+    """Draw a prediction map with the colours of a scale that all maps share: multiples of equal similarity."""
+    n = heat.numel()
+    axes.imshow(n * heat.numpy(), cmap="magma", vmin=n * scale.min().item(), vmax=n * scale.max().item())
+    remove_ticks(axes)
+    mark_patch(axes, patch, (heat.shape[0], heat.shape[1]), heat.shape, ORANGE)
+
+
+def _add_heat_bar(figure: Figure, panels: Any) -> None:
+    drawn = [axes for axes in figure.axes if axes.images and axes.images[0].get_cmap().name == "magma"]
+    label = "similarity to the prediction\n(1: as the average patch)"
+    figure.colorbar(drawn[-1].images[0], ax=panels, label=label, shrink=0.8, aspect=30)
 
 
 @FIGURES.register("covariance")
@@ -441,51 +458,67 @@ def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
 
 @FIGURES.register("loss")
 def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
-    """Loss, learning rate and effective rank of the target features over training."""
-    records = _records(runs, "loss")
-    figure = Figure(figsize=(WIDE, 4.2), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    rate = upper.twinx()
-    for run, colour in zip(records, SERIES, strict=False):
-        for axes, name, style in (
-            (upper, "loss", {"color": colour, "label": run.name}),
-            (rate, "lr", {"color": GREY, "linestyle": "--"}),
-            (lower, "health/rankme", {"color": colour, "marker": "o", "markersize": 3}),
-        ):
-            lines = [line for line in run.metrics if name in line]
-            axes.plot([line["step"] for line in lines], [line[name] for line in lines], **style)
-    upper.set_ylabel("loss")
-    rate.set_ylabel("learning rate (dashed)", color="#666666")
-    lower.set(xlabel="step", ylabel="RankMe of target features")
-    for axes in (upper, rate, lower):
-        axes.set_ylim(bottom=0)
-    if len(records) > 1:
-        add_legend_below(figure, upper, 3)
+    """Loss, learning rate and effective rank of the target features (RankMe) over training."""
+    groups = group_seeds(_records(runs, "loss"))
+    figure = Figure(figsize=(WIDE, 2.4 + 0.16 * math.ceil(len(groups) / 4) * (len(groups) > 1)), layout="constrained")
+    measured = {"loss": "loss", "lr": "learning rate", "health/rankme": "RankMe (effective rank)"}
+    for axes, (name, label) in zip(figure.subplots(1, 3), measured.items(), strict=True):
+        for number, group in enumerate(groups):
+            for run in group.runs:
+                lines = [line for line in run.metrics if name in line]
+                style = {"color": SERIES[number % len(SERIES)], "linestyle": LINES[number // len(SERIES) % len(LINES)]}
+                # Few points are marked: between them nothing was measured.
+                marker = "o" if len(lines) <= FEW_POINTS else None
+                own = group.name if run is group.first else None
+                axes.plot(
+                    [line["step"] for line in lines],
+                    [line[name] for line in lines],
+                    marker=marker,
+                    markersize=3,
+                    label=own,
+                    **style,
+                )
+        axes.set(xlabel="training step", ylabel=label)
+    add_letters(figure.axes)
+    if len(groups) > 1:
+        title = "a line for each seed" if any(len(group.runs) > 1 for group in groups) else None
+        add_legend_below(figure, figure.axes[0], 4, title)
     return figure
 
 
 @FIGURES.register("positions")
 def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
-    """Samples of four positions of one run, and the similarity of the middle one to all fixed positions."""
-    run = _nearest_to_the_paper(runs)
-    positions = run.objective.positions
-    assert isinstance(positions, StochasticPositions)
-    rows, columns = positions.grid
-    middle = rows // 2 * columns + columns // 2
-    figure = Figure(figsize=(9, 2.9), layout="constrained")
-    cloud, *panels = figure.subplots(1, 4, gridspec_kw={"width_ratios": [1.5, 1, 1, 1]})
-    with torch.no_grad():
-        _draw_clouds(cloud, positions, 200, seeded_generator("cpu", 0, "clouds"))
-    maps = similarity_maps(positions, middle, _generator(run), QUERY_DRAWS)
-    lowest = maps.fixed.min().item()
-    titles = ("fixed position", "one sample", f"mean of {QUERY_DRAWS} samples")
-    for axes, values, title in zip(panels, (maps.fixed, maps.sample, maps.mean), titles, strict=True):
-        shown = axes.imshow(values.numpy(), cmap="viridis", vmin=lowest, vmax=1)
-        remove_ticks(axes)
-        mark_patch(axes, middle, positions.grid, positions.grid, "white")
-        axes.set_title(title)
-    figure.colorbar(shown, ax=panels, shrink=0.8, label="cosine to all ψ")
+    """What StoP does: masked patches with fixed and with sampled positions, and what models predict of one of them.
+
+    Of a run with fixed positions on the same images, the prediction is shown too.
+    """
+    run = _nearest_to_the_paper(runs, "positions")
+    fixed = [one for one in _records(runs, "positions") if noise_of(one.config).form == "none" and _alike(one, run)]
+    shown = [(f"Prediction of {_method(one)}", open_run(one.path)) for one in fixed[:1]] + [("Prediction of StoP", run)]
+    if not isinstance(run.objective, TargetObjective):
+        shown = []
+    figure, panels = _square_panels(run, 3 + len(shown))
+    patch = _draw_idea(panels[:3], run)
+    image, masks = sample_images(run, N_IMAGES)[:2][-1], sample_masks(run, 1)
+    maps = [prediction_map(feature_objective(one.objective), image, masks, patch) for _, one in shown]
+    for axes, (title, _), heat in zip(panels[3:], shown, maps, strict=True):
+        _draw_heat(axes, heat, patch, torch.stack(maps))
+        axes.set(title=title, xlabel="for the framed patch: which\npatches it resembles")
+    if maps:
+        _add_heat_bar(figure, panels[3:])
     return figure
+
+
+def _method(run: RunRecords) -> str:
+    """Return the name of the method that the run has without StoP."""
+    kind = run.config.objective.kind
+    return {"ijepa": "I-JEPA", "mae": "MAE"}.get(kind, kind)
+
+
+def _alike(one: RunRecords, other: RunRecords) -> bool:
+    """Whether two runs saw the same images, cut into the same patches and masked alike."""
+    same = one.config.data == other.config.data and one.config.masks == other.config.masks
+    return same and one.config.encoder.image_size == other.config.encoder.image_size and one.grid == other.grid
 
 
 def _records(runs: Sequence[Path], figure: str) -> list[RunRecords]:

@@ -1,11 +1,12 @@
 """What noise does to positions: the spectrum of Σ = σ A Aᵀ, similarity of samples to fixed positions, decoding."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.errors import InputError
@@ -102,11 +103,22 @@ def similarity_maps(positions: Positions, patch: int, generator: torch.Generator
 
 
 @torch.no_grad()
-def most_similar(
-    positions: Positions, patch: int, generator: torch.Generator, draws: int = 256
-) -> Int[Tensor, " draws"]:
-    """Return, for each sample of a patch's position, the patch whose fixed position has the highest cosine."""
-    return cosines(noisy_positions(positions, patch, draws, generator), positions.table()).argmax(1)
+def sampled_places(
+    positions: StochasticPositions, patches: Sequence[int], generator: torch.Generator, draws: int = 256
+) -> Float[Tensor, "n draws 2"]:
+    """Return where samples of patches' positions lie in the image, as columns and rows of patches.
+
+    A place is read from a position by the linear map with the least mean squared error for this Σ.
+    """
+    table, covariance = positions.table().double(), positions.covariance_matrix().double()
+    rows, columns = positions.grid
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1).double()
+    mean, middle = table.mean(0), places.mean(0)
+    spread = (table - mean).T @ (table - mean) / len(table) + covariance
+    # Few patches do not span all directions: those without variance are not read.
+    reading = torch.linalg.pinv(spread, rtol=1e-9, hermitian=True) @ (table - mean).T @ (places - middle) / len(table)
+    samples = torch.stack([noisy_positions(positions, patch, draws, generator) for patch in patches]).double()
+    return (samples - mean) @ reading + middle
 
 
 @torch.no_grad()

@@ -18,6 +18,8 @@ from stop_mim.models.objective import Objective, TargetObjective
 from stop_mim.positions import Grid
 from stop_mim.seeds import seeded_generator
 
+# Side in pixels of images in figures.
+PICTURE_SIDE = 448
 PCA_COMPONENTS = 3
 # Fraction of a component's values that is cut off at each end, so that outliers do not take all the contrast.
 PCA_OUTLIERS = 0.01
@@ -33,8 +35,21 @@ def feature_objective(objective: Objective) -> TargetObjective:
 def sample_images(run: RunRecords, count: int) -> UInt8[Tensor, "n 3 height width"]:
     """Return images of the run's data, evenly spread over it, at the size of its encoder."""
     source = open_source(run.config.data)
-    chosen = [number * len(source) // count for number in range(min(count, len(source)))]
-    return torch.stack([fitted(read_or_next(source, index)[0], run.config.encoder.image_size) for index in chosen])
+    size = run.config.encoder.image_size
+    return torch.stack([fitted(read_or_next(source, index)[0], size) for index in _chosen(len(source), count)])
+
+
+def sample_pictures(run: RunRecords, count: int) -> UInt8[Tensor, "n 3 height width"]:
+    """Return the images of `sample_images` for people to look at: a multiple of the encoder's size."""
+    source, size = open_source(run.config.data), run.config.encoder.image_size
+    zoom = max(1, PICTURE_SIDE // max(size))
+    larger = (zoom * size[0], zoom * size[1])
+    chosen = _chosen(len(source), count)
+    return torch.stack([fitted(source.enlarged(index, max(larger)), larger) for index in chosen])
+
+
+def _chosen(images: int, count: int) -> list[int]:
+    return [number * images // count for number in range(min(count, images))]
 
 
 def fitted(image: UInt8[Tensor, "3 height width"], size: tuple[int, int]) -> UInt8[Tensor, "3 height2 width2"]:

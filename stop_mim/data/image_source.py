@@ -70,6 +70,10 @@ class ImageSource(ABC):
         """The image as RGB; raises BadImage."""
         return decode_image(self._checked(index), self.describe(index))
 
+    def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
+        """The image, or the first good one after it, for people to look at: what is drawn is drawn with that side."""
+        return read_or_next(self, index)[0]
+
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
         return image_size(self._checked(index), self.describe(index))

@@ -31,6 +31,11 @@ def sweep(stop_run, tmp_path_factory):
     return made
 
 
+@pytest.fixture(autouse=True)
+def _small_pictures(monkeypatch):
+    monkeypatch.setattr("stop_mim.analysis.predictions.PICTURE_SIDE", 48)
+
+
 @pytest.fixture
 def quick_theory(monkeypatch):
     """The simulations are tested elsewhere: here they need only end."""
@@ -80,7 +85,9 @@ def test_all_figures_are_written_as_pdf_and_png(sweep, tmp_path, quick_theory):
         ("6", ["fixed", "tied-0.1", "tied-1.0"], 4 * 5 + 1),
         ("covariance", ["tied-0.1", "tied-1.0"], 3),
         ("loss", ["fixed", "tied-1.0"], 3),
+        # Three images, a prediction for each kind of run, and the colour bar.
         ("positions", ["tied-0.25"], 5),
+        ("positions", ["tied-0.25", "fixed"], 6),
     ],
 )
 def test_figures_have_their_axes_and_labels(sweep, name, kinds, axes):
@@ -88,7 +95,7 @@ def test_figures_have_their_axes_and_labels(sweep, name, kinds, axes):
     assert len(figure.axes) == axes
     for one in figure.axes:
         with_ticks = one.get_xticks().size and one.get_yticks().size and one.get_xscale() and not one.images
-        if with_ticks and one.get_label() != "<colorbar>" and name not in ("1", "loss"):
+        if with_ticks and one.get_label() != "<colorbar>" and name != "1":
             assert one.get_xlabel()
             assert any(beside.get_ylabel() for beside in one.get_shared_y_axes().get_siblings(one))
 

@@ -9,9 +9,9 @@ from torch import nn
 from stop_mim.analysis.noise import (
     effective_rank,
     identified,
-    most_similar,
     noise_spectrum,
     noisy_positions,
+    sampled_places,
     similarity_maps,
 )
 from stop_mim.errors import InputError
@@ -119,12 +119,6 @@ def test_samples_are_around_the_position_without_the_releases_bias():
         assert torch.allclose(samples.mean(0), positions.table()[PATCH], atol=0.02)
 
 
-def test_small_noise_leaves_a_sample_most_similar_to_its_own_position():
-    assert (most_similar(stochastic(scale=0.05), PATCH, seeded()) == PATCH).all()
-    confused = most_similar(stochastic(scale=20.0), PATCH, seeded(), draws=2000)
-    assert (confused == PATCH).double().mean() < 0.5
-
-
 class TwoPlaces(Positions):
     """Two positions, two apart."""
 
@@ -142,6 +136,14 @@ def test_two_positions_are_decoded_as_often_as_theory_says():
     positions = StochasticPositions(TwoPlaces(), None, sigma=0.64, covariance="identity")
     expected = 0.5 * (1 + math.erf(1 / 0.8 / math.sqrt(2)))
     assert identified(positions, seeded(), draws=20_000) == pytest.approx(expected, abs=0.01)
+
+
+def test_places_are_read_as_theory_says():
+    # Columns 0 and 1 are at ±0.5 of their middle, positions at ±1: the best reading multiplies by 0.5 / (1 + σ).
+    positions = StochasticPositions(TwoPlaces(), None, sigma=0.64, covariance="identity")
+    places = sampled_places(positions, [0, 1], seeded(), draws=20_000)
+    assert places.mean(1).flatten().tolist() == pytest.approx([0.5 - 0.5 / 1.64, 0, 0.5 + 0.5 / 1.64, 0], abs=0.01)
+    assert places[:, :, 0].std(1).tolist() == pytest.approx([0.8 * 0.5 / 1.64] * 2, abs=0.01)
 
 
 def test_a_decoder_that_knows_the_covariance_ignores_noise_in_other_directions():

@@ -3,6 +3,7 @@ import PIL.Image
 import pytest
 import torch
 from analysed_runs import GRID, SIZE, pretend, tiny_config
+from torchvision.transforms.v2.functional import resize
 
 from stop_mim.analysis.predictions import (
     all_features,
@@ -15,6 +16,7 @@ from stop_mim.analysis.predictions import (
     prediction_maps,
     sample_images,
     sample_masks,
+    sample_pictures,
 )
 from stop_mim.analysis.runs import RunRecords, open_run, read_records
 from stop_mim.errors import InputError
@@ -77,7 +79,7 @@ def test_pixels_are_no_features(tmp_path):
         feature_objective(mae)
 
 
-def test_samples_of_images_and_masks_are_the_same_every_time(stop_run):
+def test_samples_of_images_and_masks_are_the_same_every_time(stop_run, monkeypatch):
     run = read_records(stop_run)
     pictures = sample_images(run, 3)
     assert pictures.shape == (3, 3, *SIZE)
@@ -85,6 +87,11 @@ def test_samples_of_images_and_masks_are_the_same_every_time(stop_run):
     assert not torch.equal(pictures[0], pictures[1])
     assert torch.equal(sample_masks(run, 3).targets, sample_masks(run, 3).targets)
     assert len(sample_images(run, 1000)) == 32
+    monkeypatch.setattr("stop_mim.analysis.predictions.PICTURE_SIDE", 120)
+    large = sample_pictures(run, 3)
+    assert large.shape == (3, 3, *(2 * side for side in SIZE)), "the largest multiple of the size below 120 pixels"
+    shrunk = resize(large, list(SIZE), antialias=True)
+    assert (shrunk.float() - pictures.float()).abs().mean() < 12, "the same scenes, drawn anew"
 
 
 def test_images_of_any_size_are_cut_to_fit_and_bad_ones_passed_over(stop_run, tmp_path):

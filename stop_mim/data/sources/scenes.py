@@ -36,7 +36,7 @@ class SceneSource(ImageSource):
     """Drawn scenes, all in memory, labelled with the count of objects and the distance of the nearest."""
 
     def __init__(self, count: int, size: int, seed: int) -> None:
-        self.scenes = scenes.load_scenes(count, size, seed)
+        self.scenes, self.seed = scenes.load_scenes(count, size, seed), seed
         labels = {"count": self.scenes.counts.numpy(), "distance": self.scenes.nearest_distances.numpy()}
         super().__init__(f"scenes:count={count},size={size},seed={seed}", labels)
 
@@ -46,6 +46,9 @@ class SceneSource(ImageSource):
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
         self.check_index(index)
         return self.scenes.images[index]
+
+    def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
+        return scenes.render_scenes(1, side, self.seed, index).images[0]
 
     def size(self, index: int) -> tuple[int, int]:
         return self.scenes.images.shape[2], self.scenes.images.shape[3]
