@@ -229,6 +229,9 @@ def test_randaugment_is_that_of_timms_recipes(tmp_path):
         assert np.array_equal(found.numpy(), np.asarray(theirs(PIL.Image.fromarray(image.numpy()))))
         changed += not torch.equal(found, image)
     assert changed > 10
+    # At full strength, where timm asks Pillow for pixels of 0 bits.
+    strongest = RandAugment("rand-m10-inc1", SIZE, MEAN)
+    assert all(strongest(images[0].permute(1, 2, 0), seed).shape == (*SIZE, 3) for seed in range(60))
     with pytest.raises(InputError, match=r"finetune\.randaugment is 'strong'"):
         task(small_encoder(), coloured(32), coloured(16, seed=1), replace(PLAIN, randaugment="strong")).check()
 

@@ -16,7 +16,7 @@ import PIL.Image
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
-from timm.data.auto_augment import rand_augment_transform
+from timm.data.auto_augment import posterize, rand_augment_transform
 from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath, calculate_drop_path_rates
@@ -317,10 +317,17 @@ class RandAugment:
         bicubic = PIL.Image.Resampling.BICUBIC
         settings = {"translate_const": int(0.45 * min(size)), "img_mean": grey, "interpolation": bicubic}
         self.change = rand_augment_transform(name, settings)
+        for change in self.change.ops:
+            change.aug_fn = _posterize if change.aug_fn is posterize else change.aug_fn
 
     def __call__(self, pixels: UInt8[Tensor, "height width 3"], seed: int) -> UInt8[Tensor, "height width 3"]:
         with _seeded_globals(seed):
             return torch.from_numpy(np.array(self.change(PIL.Image.fromarray(pixels.numpy()))))
+
+
+def _posterize(image: PIL.Image.Image, bits: int, **settings: Any) -> PIL.Image.Image:
+    # At its greatest strength timm asks for 0 bits, which Pillow refuses.
+    return posterize(image, max(1, bits), **settings)
 
 
 @contextmanager
