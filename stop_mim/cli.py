@@ -27,7 +27,7 @@ from rich.markup import escape
 from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 import stop_mim
-from stop_mim.errors import InputError, TrainingDiverged, printable
+from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
 from stop_mim.launch import LaunchConfig
 from stop_mim.parsing import given_options, imported, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins
@@ -382,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except InputError as error:
         _fail(str(error), EXIT_INPUT)
-    except TrainingDiverged as error:
+    except (TrainingDiverged, ProcessLost) as error:
         _fail(str(error), EXIT_FAILURE)
     except KeyboardInterrupt:
         _fail("Interrupted.", _exit_code("SIGINT"))

@@ -26,3 +26,7 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class ProcessLost(Exception):
+    """Another process of the run has ended, and this one cannot go on without it."""

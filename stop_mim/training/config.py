@@ -95,6 +95,8 @@ class SpeedConfig(Checked, group="speed"):
     """Spread the weights over the processes: full: over all (FSDP2); hybrid: over those of a machine (HSDP); none: DDP."""
     reshard: Annotated[bool, OnlyWith("speed.sharding", ("full", "hybrid"))] = True
     """Free gathered weights after a layer's forward pass: less memory, a third more communication."""
+    timeout_minutes: Annotated[float, ABOVE_ZERO] = 5.0
+    """Several processes end, and name the one that is stuck, after so long without a step."""
     recompute: bool = False
     """Recompute activations of the layers in the backward pass: less memory, about a third slower."""
 

@@ -1,6 +1,7 @@
 """Several processes under torchrun: ranks, the process group, and how a model is shared between them."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, ProcessLost
 from stop_mim.training.config import Sharding
 
 
@@ -59,7 +60,7 @@ def process_group(device_name: str = "auto", alone_too: bool = False) -> Iterato
     try:
         yield Ranks(dist.get_rank(), world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device)
     finally:
-        if not joined:
+        if not joined and not isinstance(sys.exception(), ProcessLost):
             dist.destroy_process_group()
 
 
@@ -207,6 +208,19 @@ def broadcast(value: Any, ranks: Ranks) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def require_same(what: str, value: object, ranks: Ranks) -> None:
+    """Raise InputError in all processes unless the value is the same in all."""
+    if ranks.world_size == 1:
+        return
+    values: list[object] = [None] * ranks.world_size
+    dist.all_gather_object(values, value)
+    others = [rank for rank, other in enumerate(values) if other != values[0]]
+    if others:
+        raise InputError(
+            f"{what} of process {others[0]} differ from those of process 0: give all machines the same files."
+        )
 
 
 def wait_for_all(ranks: Ranks) -> None:

@@ -34,7 +34,7 @@ from stop_mim.training.callbacks.trackers import open_trackers
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import OptimConfig, SpeedConfig, TrainConfig
 from stop_mim.training.derived import derive, warnings_about
-from stop_mim.training.distributed import Ranks, broadcast, is_sharded, process_group, share, wait_for_all
+from stop_mim.training.distributed import Ranks, broadcast, is_sharded, process_group, require_same, share, wait_for_all
 from stop_mim.training.inputs import ImageBatches, StepInputs, SyntheticImages, open_data, split_batch
 from stop_mim.training.recipes import RECIPES
 from stop_mim.training.run_folder import RunFolder, default_path
@@ -51,6 +51,7 @@ from stop_mim.training.trial import (
     step_memory,
     take_trial_steps,
 )
+from stop_mim.training.watch import Watch
 
 # Of the target encoder, at the end of a run.
 MOST_INITIAL_PART = 0.01
@@ -257,9 +258,12 @@ def prepare(
     bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
     images = inputs.open_images(bad_images, partial(display.update, "decoding images"), display.say)
     identity = identity_of(inputs, images)
+    # Local copies have other times, and the same contents.
+    require_same(f"The data '{config.data}'", identity["contents"] or identity["data"], ranks)
     if before is not None:
         check_continuation(before, identity, config.data, display)
     parts = assemble(config, inputs, images, display.say, display.warn)
+    parts.trainer.watch.tell = folder.log
     objective, log, steps_per_epoch = parts.objective, config.log, parts.steps_per_epoch
     measuring: list[Callback] = [WatchHealth(objective, log.health_every_steps, display.warn)]
     if probe_data is not None:
@@ -392,6 +396,7 @@ def assemble(
         seed=config.seed,
         warn=warn,
         remedy=REMEDY,
+        watch=Watch(ranks, 60 * speed.timeout_minutes),
     )
     return Parts(config, inputs, images, steps_per_epoch, objective, autocast, trainer)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stop_mim.errors import ProcessLost
 from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import Encoder, save_encoder
 from stop_mim.training.checkpoint import Checkpoint, checkpoint_path, prune_checkpoints, save_checkpoint
@@ -114,6 +115,10 @@ class SaveShardedRun(SaveRun):
             self._pending = self._background.submit(self._publish, self._pending, checkpoint, unfinished, path, encoder)
 
     def end(self, trainer: Trainer) -> None:
+        if isinstance(trainer.error, ProcessLost):
+            # What is under way waits for the process that has ended.
+            self._background.shutdown(wait=False)
+            return
         try:
             self._wait()
         except Exception:
