@@ -46,6 +46,7 @@ from stop_mim.training.trial import (
     STEP_PART_OF_GPU,
     Trial,
     duration,
+    forget_peak,
     images_at_once,
     largest_divisor,
     step_memory,
@@ -227,6 +228,7 @@ def settle(config: TrainConfig, ranks: Ranks, display: ProgressDisplay) -> Train
         display.say(f"measuring  how many images fit into {free / 2**30:.1f} GiB of free GPU memory at once")
         memory_of = partial(memory_of_step, config, ranks.device)
         at_once = broadcast(images_at_once(per_step, memory_of, STEP_PART_OF_GPU * free), ranks)
+        forget_peak(ranks.device)
     return replace(config, speed=replace(config.speed, batch_size_per_device=at_once))
 
 

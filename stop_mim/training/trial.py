@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from stop_mim.errors import InputError
 from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE
 from stop_mim.training.trainer import Trainer
 
@@ -52,7 +53,6 @@ def take_trial_steps(trainer: Trainer, timed: int) -> Trial:
     for state in trainer.optimiser.state.values():
         for tensor in state.values():
             tensor.zero_()
-    trainer.optimiser.zero_grad(set_to_none=True)
     trainer.done = 0
     return Trial(seconds, memory)
 
@@ -76,7 +76,13 @@ def images_at_once(per_step: int, memory_of: Callable[[int], int], budget: float
     """
     if per_step <= MORE_IMAGES:
         return per_step
-    few = memory_of(FEW_IMAGES)
+    try:
+        few = memory_of(FEW_IMAGES)
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"A step of {FEW_IMAGES} images does not fit into the free GPU memory: free some, choose a smaller encoder.size or "
+            "encoder.image_size, or add --speed.recompute."
+        ) from error
     try:
         an_image = max(1.0, (memory_of(MORE_IMAGES) - few) / (MORE_IMAGES - FEW_IMAGES))
     except torch.OutOfMemoryError:

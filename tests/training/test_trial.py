@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stop_mim.errors import InputError
 from stop_mim.training.trial import duration, images_at_once, largest_divisor
 
 MIB = 2**20
@@ -29,8 +30,10 @@ def test_the_largest_part_that_fits(per_step, budget, expected):
     assert images_at_once(per_step, memory_of(100 * MIB, MIB), budget * MIB) == expected
 
 
-def test_a_device_that_holds_hardly_any_image_is_no_error():
+def test_a_device_that_holds_hardly_any_image_is_an_error_only_if_it_holds_none():
     assert images_at_once(64, memory_of(100 * MIB, 10 * MIB, limit=200 * MIB), 150 * MIB) == 4
+    with pytest.raises(InputError, match="4 images does not fit"):
+        images_at_once(64, memory_of(100 * MIB, 10 * MIB, limit=120 * MIB), 60 * MIB)
 
 
 def test_divisors():
