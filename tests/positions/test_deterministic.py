@@ -23,6 +23,7 @@ def test_imports_torch_alone(path):
     inside = {name for name in modules if name.startswith("stop_mim.")}
     assert {name for name in inside if not name.startswith("stop_mim.positions.")} <= {
         "stop_mim.errors",
+        "stop_mim.options",
         "stop_mim.registry",
     }
     assert {name.split(".")[0] for name in modules - inside} <= {"torch", "abc", "math", "re", "collections", "typing"}
