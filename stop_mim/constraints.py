@@ -43,6 +43,11 @@ class Number:
 
 
 ABOVE_ZERO = Number("give a number above 0", above=0)
+# More is a mistake, or somebody who wants to fill the memory.
+SIDE = Number("give a number from 1 to 16,384", at_least=1, at_most=2**14)
+WIDTH = Number("give a number from 1 to 65,536", at_least=1, at_most=2**16)
+DEPTH = Number("give a number from 1 to 1,000", at_least=1, at_most=1000)
+COUNT = Number("give a number from 1 to 1,000,000,000", at_least=1, at_most=10**9)
 AT_LEAST_ZERO = Number("give 0 or a positive number", at_least=0)
 FRACTION = Number("give a number from 0 to 1", at_least=0, at_most=1)
 FRACTION_BELOW_ONE = Number("give a number from 0 to below 1", at_least=0, below=1)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
+from stop_mim.records import from_plain, read_record
 from stop_mim.tables import Table
 
 RESULTS_FILE = "results.json"
@@ -187,17 +188,14 @@ def read_results(path: Path) -> list[Evaluation]:
     """Return the evaluations of a file, the newest last; none if there is no file."""
     if not path.exists():
         return []
+    remedy = f"it does not hold '{FORMAT}': move the file away and evaluate again"
+    found = read_record(path, dict[str, Any], remedy)
+    if found.get("format") != FORMAT:
+        raise InputError(f"{path} cannot be read: {remedy}.")
     try:
-        found = json.loads(path.read_text())
-        if found["format"] == FORMAT:
-            return [_evaluation(one) for one in found["evaluations"]]
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise InputError(f"{path} does not hold '{FORMAT}': move the file away and evaluate again.")
-
-
-def _evaluation(found: dict[str, Any]) -> Evaluation:
-    return Evaluation(**{**found, "scores": [Score(**one) for one in found["scores"]]})
+        return from_plain(list[Evaluation], found.get("evaluations"), "evaluations")
+    except InputError as error:
+        raise InputError(f"{path} cannot be read ({str(error).rstrip('.')}): {remedy}.") from error
 
 
 def add_results(path: Path, evaluations: Sequence[Evaluation]) -> None:

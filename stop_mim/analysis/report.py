@@ -159,8 +159,8 @@ def _look(run: RunRecords, pictures: Pictures, n_runs: int) -> Looks:
 def _sessions(run: RunRecords) -> list[Plain]:
     """Return the versions and hardware of each session of a run."""
     try:
-        return json.loads(RunFolder(run.path).environment_file.read_text())
-    except (FileNotFoundError, ValueError):
+        return RunFolder(run.path).sessions()
+    except InputError:
         return []
 
 

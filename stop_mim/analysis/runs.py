@@ -1,17 +1,17 @@
 """Runs opened for analysis: config, status, metrics, scores and newest weights; and runs compared in groups."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
+from stop_mim.records import from_plain, read_record
 from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.sweeps.grid import changes
 from stop_mim.sweeps.plan import PLAN_FILE, SCORES_FILE, WITHOUT_EFFECT
@@ -47,8 +47,8 @@ class Status:
 def read_status(path: Path) -> Status:
     """Read the status of a run directory."""
     try:
-        return Status(**(RunFolder(path).status() or {}))
-    except (ValueError, TypeError):
+        return from_plain(Status, RunFolder(path).status() or {})
+    except InputError:
         return Status()
 
 
@@ -103,9 +103,9 @@ class RunRecords:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run, from its status or else from the steps per epoch in its metrics."""
-        last = next((line for line in reversed(self.metrics) if line.get("epoch")), None)
+        last = next((line for line in reversed(self.metrics) if line.get("epoch", 0) > 1e-6), None)
         counted = None if last is None else round(last["step"] / last["epoch"] * self.config.optim.epochs)
-        return self.status.total_steps or counted
+        return max(0, self.status.total_steps or counted or 0) or None
 
     def newest(self, name: str) -> float:
         """Return the newest value of a measurement."""
@@ -136,10 +136,8 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
         if not (plan := path / PLAN_FILE).exists():
             found.append(path)
             continue
-        try:
-            variants = json.loads(plan.read_text())["variants"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{plan} cannot be read: restore it, or name the runs.") from error
+        remedy = "restore it, or name the runs"
+        variants = from_plain(dict[str, Any], read_record(plan, dict[str, Any], remedy).get("variants"), "variants")
         runs = [
             run
             for variant in variants

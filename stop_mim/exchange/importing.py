@@ -1,6 +1,5 @@
 """Encoders from weights that others saved: under timm's names or Hugging Face's, in files and in model folders."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from stop_mim.models.encoder import (
 )
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.models.preprocessing import Preprocessing
+from stop_mim.records import read_record
 
 CONFIG_FILE, WEIGHTS_FILE, PREPROCESSOR_FILE = "config.json", "model.safetensors", "preprocessor_config.json"
 # A file of weights does not store the number of heads: it follows from the width.
@@ -287,12 +287,4 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON ({error}): restore it.") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{file} is not a JSON object: restore it.")
-    return found
+    return read_record(file, dict[str, Any], "restore it") if file.exists() else {}

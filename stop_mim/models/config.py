@@ -6,7 +6,7 @@ The docstring of a field is its help on the command line. The options of masks a
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each, OnlyWith
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, DEPTH, SIDE, WIDTH, Checked, Each, OnlyWith
 from stop_mim.options import ApplyTo, Convention, MaskConfig
 
 EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
@@ -43,15 +43,15 @@ class EncoderConfig(Checked, group="encoder"):
 
     size: EncoderSize = "base"
     """Width and depth by name: tiny 192x12, small 384x12, base 768x12, large 1024x24, huge 1280x32, giant 1408x40."""
-    image_size: Annotated[tuple[int, int], Each(ABOVE_ZERO)] = (224, 224)
+    image_size: Annotated[tuple[int, int], Each(SIDE)] = (224, 224)
     """Height and width of the training images in pixels."""
-    patch_size: Annotated[int, ABOVE_ZERO] = 16
+    patch_size: Annotated[int, SIDE] = 16
     """Side of a patch in pixels."""
-    width: Annotated[int | None, ABOVE_ZERO] = None
+    width: Annotated[int | None, WIDTH] = None
     """Width instead of the size's."""
-    depth: Annotated[int | None, ABOVE_ZERO] = None
+    depth: Annotated[int | None, DEPTH] = None
     """Number of layers instead of the size's."""
-    heads: Annotated[int | None, ABOVE_ZERO] = None
+    heads: Annotated[int | None, DEPTH] = None
     """Number of attention heads instead of the size's."""
     initialisation: Initialisation = "scaled"
     """Initial weights, also of the predictor. scaled: by fan-in for patches, by depth for layers; release: std 0.02 for all."""
@@ -61,11 +61,11 @@ class EncoderConfig(Checked, group="encoder"):
 class PredictorConfig(Checked, group="predictor"):
     """The narrow transformer that predicts the targets: MAE's decoder; data2vec has none."""
 
-    width: Annotated[int, ABOVE_ZERO] = 384
+    width: Annotated[int, WIDTH] = 384
     """Width of its tokens."""
-    depth: Annotated[int, ABOVE_ZERO] = 6
+    depth: Annotated[int, DEPTH] = 6
     """Number of layers."""
-    heads: Annotated[int | None, ABOVE_ZERO] = None
+    heads: Annotated[int | None, DEPTH] = None
     """Number of attention heads; by default the encoder's."""
 
 

@@ -11,6 +11,7 @@ from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.launch import LaunchConfig
+from stop_mim.records import read_record
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
 from stop_mim.training.compat import Compat
@@ -167,10 +168,7 @@ class Plan:
             if self.out.exists() and any(not path.name.startswith(".") for path in self.out.iterdir()):
                 raise InputError(f"{self.out} exists and is not the directory of a sweep: choose another --out.")
             return
-        try:
-            before = dict(json.loads(file.read_text()))
-        except ValueError as error:
-            raise InputError(f"{file} cannot be read ({error}): restore it, or choose another --out.") from error
+        before = read_record(file, dict[str, Any], "restore it, or choose another --out")
         for name, now in self.document().items():
             if before.get(name) != now:
                 raise InputError(

@@ -19,6 +19,7 @@ from stop_mim.benchmark.timing import run_seconds
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.files import locked, write_atomically
+from stop_mim.records import read_record
 from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
@@ -114,7 +115,7 @@ def due(jobs: Sequence[Job], out: Path, retry_failed: bool) -> list[Job]:
 def read_failed(out: Path) -> dict[str, str]:
     """Return why runs failed, by name."""
     file = out / FAILED_FILE
-    return dict(json.loads(file.read_text())) if file.exists() else {}
+    return read_record(file, dict[str, str], "delete it") if file.exists() else {}
 
 
 def record(out: Path, job: Job, error: str | None) -> None:

@@ -5,7 +5,6 @@ The groups `speed`, `log`, `probe` and `checkpoint` do not change what is learne
 
 import dataclasses
 import json
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ import tyro
 from stop_mim.constraints import (
     ABOVE_ZERO,
     AT_LEAST_ZERO,
+    COUNT,
     FRACTION,
     FRACTION_BELOW_ONE,
     Checked,
@@ -23,9 +23,9 @@ from stop_mim.constraints import (
     OnlyWith,
     Percentage,
 )
-from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
+from stop_mim.records import from_plain
 
 DerivedField = Literal["batch_size", "epochs", "lr", "start_lr", "final_lr", "warmup_epochs"]
 Sharding = Literal["none", "full", "hybrid"]
@@ -35,9 +35,9 @@ Sharding = Literal["none", "full", "hybrid"]
 class OptimConfig(Checked, group="optim"):
     """AdamW, its schedules, and the momentum of the target encoder."""
 
-    epochs: Annotated[int, ABOVE_ZERO] = 300
+    epochs: Annotated[int, COUNT] = 300
     """Passes over the data."""
-    batch_size: Annotated[int, ABOVE_ZERO] = 2048
+    batch_size: Annotated[int, COUNT] = 2048
     """Images per update, over all devices and accumulated batches."""
     lr: Annotated[float, ABOVE_ZERO] = 8e-4
     """Peak learning rate."""
@@ -105,9 +105,9 @@ class SpeedConfig(Checked, group="speed"):
 class LogConfig(Checked, group="log"):
     """What is recorded during training."""
 
-    every_steps: Annotated[int, ABOVE_ZERO] = 10
+    every_steps: Annotated[int, COUNT] = 10
     """Steps between two lines of metrics.jsonl."""
-    health_every_steps: Annotated[int, ABOVE_ZERO] = 100
+    health_every_steps: Annotated[int, COUNT] = 100
     """Steps between two measurements of the health signs."""
     tensorboard: bool = True
     """Write TensorBoard events too."""
@@ -132,17 +132,17 @@ class ProbeConfig(Checked, group="probe"):
     """Which label, of those that are integers: class, count …; auto: class if there is one, else the first."""
     batch_size: Annotated[int, Number("give a number above one", above=1)] = 256
     """Labelled images per batch."""
-    every_steps: Annotated[int, ABOVE_ZERO] = 4
+    every_steps: Annotated[int, COUNT] = 4
     """Steps between two batches of labelled images."""
-    score_every_steps: Annotated[int, ABOVE_ZERO] = 500
+    score_every_steps: Annotated[int, COUNT] = 500
     """Steps between two scores; the last step is always scored."""
     lr: Annotated[float, ABOVE_ZERO] = 1e-3
     """Learning rate of the linear probe (AdamW, constant)."""
     neighbours: Annotated[int, ABOVE_ZERO] = 20
     """Neighbours of kNN."""
-    memory: Annotated[int, ABOVE_ZERO] = 4096
+    memory: Annotated[int, COUNT] = 4096
     """Newest labelled images among which kNN searches."""
-    test_images: Annotated[int, ABOVE_ZERO] = 2000
+    test_images: Annotated[int, COUNT] = 2000
     """Largest number of test images that are scored."""
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class ProbeConfig(Checked, group="probe"):
 class CheckpointConfig(Checked, group="checkpoint"):
     """When checkpoints are saved, and which are kept."""
 
-    every_steps: Annotated[int, ABOVE_ZERO] = 1000
+    every_steps: Annotated[int, COUNT] = 1000
     """Steps between two checkpoints."""
     keep: Annotated[int, ABOVE_ZERO] = 2
     """Number of newest checkpoints that are kept."""
@@ -201,22 +201,4 @@ def from_json(text: str) -> TrainConfig:
 
 def with_plain_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """Return a configuration with some fields replaced, given as JSON or YAML stores them; an unknown one is an error."""
-    return _from_plain(TrainConfig, values, "", config)
-
-
-def _from_plain(kind: Any, value: Any, path: str, base: Any) -> Any:
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        known = typing.get_type_hints(kind)
-        unknown = sorted(set(value) - set(known))
-        if unknown:
-            raise InputError(f"The configuration has an unknown field '{path}{unknown[0]}': remove it.")
-        parts = {
-            name: _from_plain(known[name], part, f"{path}{name}.", getattr(base, name)) for name, part in value.items()
-        }
-        return dataclasses.replace(base, **parts)
-    if isinstance(value, list):
-        return tuple(value)
-    # YAML reads 1e-3 as a text.
-    if isinstance(value, int | str) and not isinstance(value, bool) and kind in (float, float | None):
-        return float(value)
-    return value
+    return from_plain(TrainConfig, values, base=config)

@@ -20,14 +20,24 @@ def read_config(path: Path) -> TrainConfig:
     The file has the layout of a run's config.json; fields that it leaves out are those of the recipe that it names
     (`recipe: stop-photos`), or the defaults. Directory and early stop of another run are not taken over.
     """
-    text = path.read_text()
     try:
-        plain = dict(json.loads(text) if path.suffix == ".json" else yaml.safe_load(text) or {})
+        text = path.read_text()
+        plain = dict(json.loads(text) if path.suffix == ".json" else yaml.load(text, _NoAliases) or {})
         base = find_recipe(plain.pop("recipe")) if "recipe" in plain else TrainConfig()
         config = with_plain_values(following(base, dict(_flat(plain))), plain)
-    except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    # A file that is nested too deeply is a RecursionError.
+    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read as a configuration ({first_line(error)}): correct it.") from error
     return replace(config, out=None, stop_after_steps=None) if path.name == "config.json" else config
+
+
+class _NoAliases(yaml.SafeLoader):
+    """YAML without aliases: a few lines of them can stand for billions of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias (*NAME) is not read in configurations")
+        return super().compose_node(parent, index)
 
 
 def run_name(path: Path) -> str:

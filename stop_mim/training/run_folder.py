@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -17,11 +18,20 @@ from stop_mim.data.bad_images import skipped
 from stop_mim.errors import InputError, printable
 from stop_mim.files import append_line, locked, remove_temporaries, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
+from stop_mim.records import MOST, from_plain, read_record
 from stop_mim.training.checkpoint import checkpoints_in
-from stop_mim.training.config import TrainConfig, from_json, to_json
+from stop_mim.training.config import TrainConfig, to_json
 
 PACKAGES = ("stop-mim", "torch", "torchvision", "timm", "numpy", "safetensors")
 LOCK_FILE = ".lock"
+# Facts of a session that are read again; the others are for people.
+SESSION_FACTS: dict[str, Any] = {
+    "recipe": str,
+    "started": str,
+    "weights": str,
+    "ignored_files": dict[str, int],
+    "packages": dict[str, str | None],
+}
 
 RunState = Literal["running", "stopped", "finished", "failed"]
 
@@ -105,43 +115,46 @@ class RunFolder:
 
     def record_environment(self, facts: dict[str, Any]) -> None:
         """Append versions, hardware and these facts, for the session that begins."""
-        sessions = [*self._sessions(), {**environment(), **facts}]
+        sessions = [*self.sessions(), {**environment(), **facts}]
         write_atomically(self.environment_file, lambda file: file.write_text(json.dumps(sessions, indent=2)))
 
-    def _sessions(self) -> list[dict[str, Any]]:
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return versions, hardware and other facts of each session of the run."""
         if not self.environment_file.exists():
             return []
+        sessions = read_record(self.environment_file, list[dict[str, Any]], "restore or delete it")
         try:
-            return list(json.loads(self.environment_file.read_text()))
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{self.environment_file} cannot be read ({error}): restore or delete it.") from error
+            for session in sessions:
+                for name in session.keys() & SESSION_FACTS.keys():
+                    from_plain(SESSION_FACTS[name], session[name], name)
+        except InputError as error:
+            reason = str(error).rstrip(".")
+            raise InputError(f"{self.environment_file} cannot be read ({reason}): restore or delete it.") from error
+        return sessions
 
     def config(self) -> TrainConfig:
         """Return the configuration of the run."""
         if not self.config_file.exists():
             raise InputError(f"{self.path} holds no run (no config.json): give the directory of a run.")
-        try:
-            return from_json(self.config_file.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
-            raise InputError(f"{self.config_file} cannot be read ({error}): restore it or start a new run.") from error
+        return read_record(self.config_file, TrainConfig, "restore it or start a new run")
 
     def recipe(self) -> str:
         """Return the name of the run's recipe."""
-        return next((session["recipe"] for session in self._sessions() if "recipe" in session), "custom")
+        return next((session["recipe"] for session in self.sessions() if "recipe" in session), "custom")
 
     def started(self) -> str:
         """Return when the run was created."""
-        return next((str(session["started"]) for session in self._sessions() if "started" in session), "")
+        return next((session["started"] for session in self.sessions() if "started" in session), "")
 
     def initial_weights(self) -> str | None:
         """Return the description of the weights that the run was given; None if it began with new ones."""
-        return next((session["weights"] for session in self._sessions() if "weights" in session), None)
+        return next((session["weights"] for session in self.sessions() if "weights" in session), None)
 
     def skipped(self) -> str:
         """Return what was left out of the data, such as "1 unreadable; ignored: 2 .heic, 1 .txt"; "" if nothing was."""
         unreadable = {line for file in self._bad_images_files() for line in file.read_text().splitlines()}
         ignored: dict[str, int] = next(
-            (session["ignored_files"] for session in self._sessions() if "ignored_files" in session), {}
+            (session["ignored_files"] for session in self.sessions() if "ignored_files" in session), {}
         )
         return skipped(len(unreadable), ignored)
 
@@ -152,8 +165,8 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Remove the metrics after this step and set later checkpoints aside: a resumed run takes those steps again."""
         if self.metrics_file.exists():
-            lines = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= step]
-            text = "".join(f"{line}\n" for line in lines)
+            kept = [line for line, values in _measurements(self.metrics_file) if values["step"] <= step]
+            text = "".join(f"{line}\n" for line in kept)
             write_atomically(self.metrics_file, lambda file: file.write_text(text))
         for later, path in checkpoints_in(self.checkpoints).items():
             if later > step:
@@ -173,7 +186,9 @@ class RunFolder:
 
         A run that was killed is left in the state "running".
         """
-        return json.loads(self.status_file.read_text()) if self.status_file.exists() else None
+        if not self.status_file.exists():
+            return None
+        return read_record(self.status_file, dict[str, Any], "delete it; the next session writes it again")
 
     def log(self, text: str) -> None:
         """Append a line to the log; lines from before the run was created are written with the first one after it."""
@@ -184,9 +199,20 @@ class RunFolder:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return the lines of a run's metrics.jsonl, oldest first."""
-    file = RunFolder(folder).metrics_file
-    return [json.loads(line) for line in file.read_text().splitlines() if _step_of(line) >= 0] if file.exists() else []
+    """Return the lines of a run's metrics.jsonl, oldest first; lines without a step, and what is not a number, are left out."""
+    return [values for _, values in _measurements(RunFolder(folder).metrics_file)]
+
+
+def _measurements(file: Path) -> Iterator[tuple[str, dict[str, float]]]:
+    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+        try:
+            found = json.loads(line)
+        # The last line of a run that was killed while it was written.
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and type(found.get("step")) is int and 0 <= found["step"] <= MOST:
+            numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
+            yield line, {name: value for name, value in numbers.items() if not MOST < abs(value) < math.inf}
 
 
 def environment() -> dict[str, Any]:
@@ -216,11 +242,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        # The last line of a run that was killed while it was written.
-        return float("nan")

@@ -34,7 +34,11 @@ MEMORY_LIMIT = 2 * 2**30
 """Sets of files below this many bytes are held in memory."""
 
 # Small batches: Arrow cannot read 2 GiB of nested bytes into one array.
-_ROWS_A_BATCH = 256
+_ROWS_A_BATCH, _BYTES_A_BATCH = 256, 2**26
+# A file may unpack to so many times its size and so many bytes more: images hardly compress.
+UNPACKED_TIMES, UNPACKED_BYTES = 100, 2**24
+# Rows that are unpacked before they are counted.
+_ROWS_AT_ONCE = 16
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label", "labels")
 
@@ -286,11 +290,35 @@ class ParquetSource(TableSource):
 
 def _batches(paths: Sequence[Path | RemoteFile], column: str) -> Iterator[pa.RecordBatch]:
     for path in paths:
+        size = path.size if isinstance(path, RemoteFile) else path.stat().st_size
         with _opened(path) as file:
-            for batch in file.iter_batches(_ROWS_A_BATCH, columns=[column]):
+            part: list[pa.RecordBatch] = []
+            for batch in _bounded(file, column, size or 0):
                 batch.validate(full=True)
                 # The files' own metadata may differ, and batches of one table must not.
-                yield batch.replace_schema_metadata(None)
+                part.append(batch.replace_schema_metadata(None))
+                if len(part) * _ROWS_AT_ONCE >= _ROWS_A_BATCH or sum(one.nbytes for one in part) > _BYTES_A_BATCH:
+                    yield from pa.Table.from_batches(part).combine_chunks().to_batches()
+                    part = []
+            if part:
+                yield from pa.Table.from_batches(part).combine_chunks().to_batches()
+
+
+def _bounded(file: pq.ParquetFile, column: str, size: int) -> Iterator[pa.RecordBatch]:
+    """Yield few rows at a time, until they are far more bytes than a file of this size can hold of images."""
+    limit = UNPACKED_TIMES * size + UNPACKED_BYTES
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    stated = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
+    found, refusal = 0, InputError(f"it unpacks to more than {UNPACKED_TIMES} times its size, {limit / 2**20:,.0f} MiB")
+    if stated > limit:
+        raise refusal
+    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[column]):
+        # Rows that repeat one value are more than the file states.
+        found += batch.nbytes
+        if found > limit:
+            raise refusal
+        yield batch
 
 
 def _all_batches(path: Path | RemoteFile, column: str) -> list[pa.RecordBatch]:

@@ -1,0 +1,132 @@
+"""Records in JSON files, read with one schema: the types of dataclasses. What does not fit is an InputError with its place."""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from stop_mim.errors import InputError, first_line
+
+# Whole numbers beyond these fit neither tensors nor seeds.
+MOST = 2**63 - 1
+SHOWN = 40
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Return the contents of a JSON file; raise InputError, with the path and the remedy, if it cannot be parsed."""
+    try:
+        return json.loads(path.read_bytes())
+    # A file that is nested too deeply is a RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}): {remedy}.") from error
+
+
+def read_record(path: Path, kind: Any, remedy: str) -> Any:
+    """Return the contents of a JSON file as a value of that type; anything else is an InputError."""
+    plain = read_json(path, remedy)
+    try:
+        return from_plain(kind, plain)
+    except InputError as error:
+        raise InputError(f"{path} cannot be read ({str(error).rstrip('.')}): {remedy}.") from error
+
+
+def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:
+    """Return what JSON or YAML stores as a value of a type.
+
+    Args:
+        kind: a dataclass, or a type as dataclasses annotate their fields with.
+        value: plain values; lists become tuples where the type is one, whole numbers become floats, and so do texts such as
+            1e-3, which YAML does not read as a number.
+        name: how errors call the value, such as optim.lr.
+        base: an instance of the dataclass whose fields are kept where the value has none; default: the type's defaults.
+    """
+    if typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _dataclass(kind, value, name, base)
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _one_of(parts, value, name)
+    if kind is Any:
+        return value
+    if origin is Literal:
+        return _required(value, any(value == one and type(value) is type(one) for one in parts), name, _choices(parts))
+    if kind in (dict, Mapping) or origin in (dict, Mapping):
+        _required(value, isinstance(value, dict) and all(isinstance(key, str) for key in value), name, "a mapping")
+        return {key: from_plain(parts[1] if parts else Any, part, _path(name, key)) for key, part in value.items()}
+    if kind in (list, tuple) or origin in (list, tuple):
+        return _sequence(origin or kind, parts, value, name)
+    return _scalar(kind, value, name)
+
+
+def _dataclass(kind: type, value: Any, name: str, base: Any) -> Any:
+    _required(value, isinstance(value, dict), name or "the record", "a mapping")
+    known = typing.get_type_hints(kind, include_extras=True)
+    if unknown := [key for key in value if key not in known]:
+        raise InputError(f"The configuration has an unknown field '{_path(name, str(unknown[0]))}': remove it.")
+    parts = {
+        key: from_plain(known[key], part, _path(name, key), getattr(base, key, None)) for key, part in value.items()
+    }
+    if base is not None:
+        return dataclasses.replace(base, **parts)
+    needed = [
+        one.name
+        for one in dataclasses.fields(kind)
+        if one.default is one.default_factory is dataclasses.MISSING and one.name not in parts
+    ]
+    if needed:
+        raise InputError(f"{_path(name, needed[0])} is missing: add it.")
+    return kind(**parts)
+
+
+def _one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
+    errors = []
+    for kind in kinds:
+        try:
+            return from_plain(kind, value, name)
+        except InputError as error:
+            errors.append(error)
+    # That of the first type, which is the one that matters in "float | None".
+    raise errors[0]
+
+
+def _sequence(kind: type, parts: tuple[Any, ...], value: Any, name: str) -> Any:
+    _required(value, isinstance(value, list | tuple), name, "a list")
+    has_length = kind is tuple and parts and Ellipsis not in parts
+    kinds = list(parts) if has_length else [parts[0] if parts else Any] * len(value)
+    _required(value, len(kinds) == len(value), name, f"{len(kinds)} values")
+    pairs = zip(kinds, value, strict=True)
+    return kind(from_plain(one, part, f"{name}[{place}]") for place, (one, part) in enumerate(pairs))
+
+
+def _scalar(kind: Any, value: Any, name: str) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > MOST
+    if kind is float:
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return float(value)
+        # Infinity and NaN are what some measurements are.
+        return float(_required(value, is_number or isinstance(value, float), name, "a number"))
+    if kind is int:
+        return _required(value, is_number and isinstance(value, int), name, "a whole number")
+    described = {bool: "true or false", str: "a text", type(None): "nothing"}.get(kind, str(kind))
+    return _required(value, isinstance(value, kind), name, described)
+
+
+def _required(value: Any, fits: bool, name: str, wanted: str) -> Any:
+    if not fits:
+        text = repr(value)
+        raise InputError(f"{name or 'the value'} is {text[:SHOWN]}{'…' if len(text) > SHOWN else ''}: give {wanted}.")
+    return value
+
+
+def _choices(choices: tuple[Any, ...]) -> str:
+    return " or ".join(map(str, choices))
+
+
+def _path(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part

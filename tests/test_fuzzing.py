@@ -1,0 +1,84 @@
+"""Damaged files are read or refused with a sentence: some of each kind here, many with `pytest -m slow` or the script."""
+
+import os
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fuzzing import KINDS, fuzz
+
+from stop_mim.data.sources.parquet import ParquetSource
+from stop_mim.errors import InputError
+from stop_mim.records import from_plain
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.config_file import read_config
+from stop_mim.training.run_folder import RunFolder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_files_are_read_or_refused(tmp_path, kind):
+    assert fuzz(kind, range(15), tmp_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_damaged_files_are_read_or_refused(tmp_path, kind):
+    assert fuzz(kind, range(1000, 3000), tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("plain", "named"),
+    [
+        ({"seed": "3"}, "seed is '3': give a whole number"),
+        ({"seed": True}, "seed is True"),
+        ({"seed": 10**30}, "seed is 1000"),
+        ({"optim": {"epochs": 1e30}}, "optim.epochs is 1e"),
+        ({"optim": {"epochs": 10**12}}, "optim.epochs is 1000000000000: give a number from 1 to"),
+        ({"optim": {"betas": [0.9]}}, r"optim.betas is \[0.9\]: give 2 values"),
+        ({"optim": {"betas": [0.9, "x"]}}, r"optim.betas\[1\] is 'x'"),
+        ({"optim": 3}, "optim is 3: give a mapping"),
+        ({"encoder": {"image_size": [10**6, 224]}}, "encoder.image_size"),
+        ({"positions": {"kind": ["sincos"]}}, r"positions.kind is \['sincos'\]"),
+        ({"data": {"a": 1}}, "data is"),
+        ({"optim": {"rate": 1}}, "unknown field 'optim.rate'"),
+    ],
+)
+def test_a_value_of_a_wrong_type_or_size_is_named(plain, named):
+    with pytest.raises(InputError, match=named):
+        from_plain(TrainConfig, plain)
+
+
+def test_a_configuration_that_is_too_deep_or_multiplies_itself_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"optim":' * 100_000)
+    with pytest.raises(InputError, match=r"config\.json cannot be read"):
+        RunFolder(tmp_path).config()
+    lines = ["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(InputError, match="alias"):
+        read_config(tmp_path / "bomb.yaml")
+
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path):
+    """In both ways that parquet has: one value of 1 MiB that 2,048 rows repeat, and zeros that compress."""
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 2048, pa.int32()), pa.array([b"x" * 2**20]))
+    zeros = pa.array([b"\0" * 2**25] * 2)
+    for name, cells, options in (("repeated", repeated, {}), ("zeros", zeros, {"use_dictionary": False})):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(pa.table({"image": cells}), path, store_schema=False, compression="zstd", **options)
+        assert path.stat().st_size < 65_000
+        child = os.fork()
+        if not child:
+            code, before = 1, peak_kib()
+            try:
+                ParquetSource([path], name)
+            except InputError as error:
+                code = 0 if "unpacks to more than 100 times" in str(error) and peak_kib() - before < 200_000 else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
