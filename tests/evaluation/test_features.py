@@ -1,16 +1,22 @@
 """Features: the encoder's own, extracted once, in chunks, by one process or by several."""
 
+import io
+import os
 from functools import partial
 from itertools import combinations
 
 import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from stop_mim.data.augment import TestView, normalise, resize_batch
-from stop_mim.data.sources import open_source
+from stop_mim.data.sources import open_source, parquet
+from stop_mim.data.stored import store_images
 from stop_mim.errors import InputError
 from stop_mim.evaluation import features as stored
 from stop_mim.evaluation.features import (
@@ -105,6 +111,46 @@ def test_images_that_cannot_be_read_are_left_out(encoder, colours, tmp_path, sma
     torch.testing.assert_close(features.on(CPU), whole.on(CPU)[torch.arange(48) != 12])
 
 
+def test_some_images_alone_have_the_features_that_they_have_among_all(encoder, colours, tmp_path, small_chunks):
+    source, some = open_source(str(colours)), np.array([0, 3, *range(9, 30), 47])
+    whole, seen = extract(encoder, source, tmp_path / "all"), []
+    part = extract(encoder, source, tmp_path / "some", images=some, progress=lambda *step: seen.append(step))
+    assert (len(part.chunks), seen[-1]) == (3, (24, 24))
+    assert part.indices.tolist() == some.tolist()
+    torch.testing.assert_close(part.on(CPU), whole.on(CPU)[torch.from_numpy(some)], atol=2e-3, rtol=0)
+
+
+def test_no_cache_mixes_up_a_file_and_its_shuffled_copy(encoder, tmp_path, monkeypatch):
+    """Of the same name, size and time: neither the converted file, nor decoded images, nor features are taken for it."""
+    monkeypatch.setattr(parquet, "MEMORY_LIMIT", 1)
+    monkeypatch.setattr("stop_mim.data.stored.LEAST_CACHED_BYTES", 1)
+    noise = np.random.default_rng(0).integers(0, 256, (40, 24, 24, 3), dtype=np.uint8)
+
+    def features_of(pixels):
+        table = pa.table({"image": [bitmap(one) for one in pixels]})
+        pq.write_table(table, tmp_path / "a.parquet", compression="none", write_statistics=False)
+        os.utime(tmp_path / "a.parquet", (1000, 1000))
+        source = open_source(str(tmp_path / "a.parquet"))
+        assert torch.equal(
+            store_images(source, np.arange(40), (24, 24)).pixels, torch.tensor(pixels.copy()).permute(0, 3, 1, 2)
+        )
+        folder = features_folder(encoder_fingerprint(encoder), source, VIEW, 2, CPU)
+        return (tmp_path / "a.parquet").stat().st_size, extract(encoder, source, folder).on(CPU)
+
+    (size, first), (other_size, shuffled) = features_of(noise), features_of(noise[::-1])
+    assert size == other_size
+    torch.testing.assert_close(shuffled, first.flip(0), atol=2e-3, rtol=0)
+    assert not torch.allclose(first, first.flip(0), atol=0.05)
+    kept = {folder: len([*(tmp_path / "cache" / folder).glob("[!.]*")]) for folder in ("arrow", "decoded", "features")}
+    assert min(kept.values()) >= 2, kept
+
+
+def bitmap(pixels):
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(buffer, "BMP")
+    return buffer.getvalue()
+
+
 def test_the_folder_depends_on_all_that_decides_the_features(encoder, colours):
     source = open_source(str(colours))
     before = encoder_fingerprint(encoder)
@@ -114,12 +160,14 @@ def test_the_folder_depends_on_all_that_decides_the_features(encoder, colours):
     names = {
         features_folder(before, source, VIEW, 2, CPU).name,
         features_folder(before, source, VIEW, 1, CPU).name,
+        features_folder(before, source, VIEW, 2, CPU, np.arange(3)).name,
+        features_folder(before, source, VIEW, 2, CPU, np.arange(4)).name,
         features_folder(before, source, TestView((32, 32), 37), 2, CPU).name,
         features_folder(before, open_source(str(colours), "test"), VIEW, 2, CPU).name,
         features_folder(before, source, VIEW, 2, torch.device("cuda")).name,
         features_folder(encoder_fingerprint(encoder), source, VIEW, 2, CPU).name,
     }
-    assert len(names) == 6
+    assert len(names) == 8
 
 
 def test_the_fingerprint_changes_with_whatever_changes_the_features(tmp_path):
