@@ -262,7 +262,7 @@ def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation
     alone = [one.encoder_and_pool for one in evaluations if [one.encoder] == shown]
     about = f" of {alone[0]}" if alone else ""
     caption = f"Test scores{about}" + (f" on {evaluations[0].data}" if evaluations else "")
-    note = "± is the standard deviation over draws; chance is the most frequent class."
+    note = "±: standard deviation over draws; chance: always the most frequent class."
     return Table(caption, head, [row for group in rows.values() for row in group], note, names=len(head) - 4)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import rich.table
 from rich.markup import escape
@@ -34,11 +35,10 @@ class Table:
         note = escape(self.note) or None
         table = rich.table.Table(title=escape(self.caption), title_justify="left", caption=note, caption_justify="left")
         for number, heading in enumerate(self.head):
-            # On a narrow screen other columns are folded; what the first one names is never cut.
+            # On a narrow screen names are folded, numbers never.
             named = number < self.names
-            table.add_column(
-                escape(heading), justify="left" if named else "right", no_wrap=number == 0, overflow="fold"
-            )
+            justify: Literal["left", "right"] = "left" if named else "right"
+            table.add_column(escape(heading), justify=justify, no_wrap=not named, overflow="fold")
         for row in self.rows:
             table.add_row(*map(escape, row))
         return table

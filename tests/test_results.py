@@ -134,8 +134,9 @@ def test_several_encoders_have_a_row_each():
     ]
     assert [row[4] for row in table.rows] == ["80.0", "–", "–"]
     assert table.rows[2][3] == "± 2.5"
-    # Where the screen is narrow, names of encoders are folded, those of scores are not.
-    assert "low-shot/1%/top1" in shown(table, width=60)
+    # Where the screen is narrow, names are folded, numbers are not.
+    assert "low-shot/1%/top1" in shown(table, width=90)
+    assert "[49.0, 94.3]" in shown(table, width=60)
     assert "[b]timm:x[/b]" in shown(table)
 
 
