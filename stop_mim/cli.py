@@ -49,11 +49,13 @@ GIVEN: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
 EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
 SWEEP_CONFIG = "stop_mim.sweeps.plan:SweepConfig"
+PLAN_CONFIG = "stop_mim.benchmark.config:PlanConfig"
 BENCH_CONFIG = "stop_mim.benchmark.config:BenchConfig"
 # Commands whose first argument is a name, and the registry of these names.
 NAMED = {
     "pretrain": "stop_mim.training.recipes:RECIPES",
     "bench": "stop_mim.training.recipes:RECIPES",
+    "plan": "stop_mim.training.recipes:RECIPES",
     "sweep": "stop_mim.sweeps.grid:SWEEPS",
 }
 # Commands whose first argument is a path, unless it has a prefix such as timm:, and what it is a path of.
@@ -373,6 +375,43 @@ class Bench:
         run_bench(config, bench, self.run.recipe)
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """A recipe to plan."""
+
+    recipe: Suppress[str]
+    config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
+    compat: Compat = "corrected"
+    """As of `pretrain`."""
+    plan: Annotated[Any, imported(PLAN_CONFIG, name="")] = field(
+        default_factory=lambda: pkgutil.resolve_name(PLAN_CONFIG)()
+    )
+
+
+@COMMANDS.register("plan")
+@dataclass(frozen=True)
+class Plan:
+    """Compute whether a recipe fits some GPUs, how to spread it over them, and what they send.
+
+    stop-mim plan RECIPE --gpus 64 --memory 80 [--images-per-second N] [--GROUP.FIELD VALUE …]
+    """
+
+    run: Annotated[Any, arg(constructor_factory=lambda: _recipes(PlanOptions), name="")]
+
+    def __call__(self) -> None:
+        from stop_mim.benchmark.scaling import choose, layouts, options_of, plan_table
+
+        config, plan = self.run.config, self.run.plan
+        found = layouts(config, plan)
+        Console().print(plan_table(self.run.recipe, config, plan, found).on_screen())
+        best = choose(found, plan)
+        if best is None:
+            raise InputError(
+                f"{self.run.recipe} does not fit {plan.gpus} GPUs of {plan.memory:g} GiB: use more of them."
+            )
+        _print(f"Use: {options_of(best)}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Bad input and failed file operations end the process with one sentence and exit code 2."""
     # Before torch is loaded: threads that spin while they wait slow down all others where cores are shared.
@@ -443,7 +482,7 @@ def _submit(given: Sequence[str], command: Any, launch: LaunchConfig) -> None:
 def _config_first(given: list[str]) -> list[str]:
     """Return the arguments with the file of --config in the place of the recipe's name."""
     command, option, *rest = [*given, "", ""]
-    if command not in ("pretrain", "bench") or option.partition("=")[0] != "--config":
+    if command not in ("pretrain", "bench", "plan") or option.partition("=")[0] != "--config":
         return given
     file, *others = [option.partition("=")[2], *rest] if "=" in option else rest
     if not _is_config_file(file):

@@ -26,7 +26,7 @@ except ImportError:
     tyro_errors = None  # type: ignore[assignment]
 
 # Fields of commands whose own fields are options without a prefix.
-UNPREFIXED = ("run", "config")
+UNPREFIXED = ("run", "config", "plan")
 NUMBERS = {"INT": "whole number", "FLOAT": "number"}
 
 

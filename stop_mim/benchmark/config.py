@@ -23,3 +23,21 @@ class BenchConfig(Checked, group="bench"):
     """Steps and calls before the timing starts."""
     json: Path | None = None
     """File for all measurements."""
+
+
+@dataclass(frozen=True)
+class PlanConfig(Checked):
+    """The GPUs that a run is planned for."""
+
+    gpus: Annotated[int, ABOVE_ZERO] = 8
+    """GPUs in all."""
+    memory: Annotated[float, ABOVE_ZERO] = 80.0
+    """Memory of one, in GiB."""
+    gpus_per_machine: Annotated[int, ABOVE_ZERO] = 8
+    """GPUs of one machine."""
+    images_per_second: Annotated[float | None, ABOVE_ZERO] = None
+    """Speed of one GPU, as `stop-mim bench` measures it; not given: no speed is planned."""
+    within: Annotated[float, ABOVE_ZERO] = 300.0
+    """What a GPU sends to others of its machine, in GB/s (NVLink of an H100: 300 to 400 are reached)."""
+    between: Annotated[float, ABOVE_ZERO] = 40.0
+    """What a GPU sends to other machines, in GB/s (400 Gb/s InfiniBand per GPU: about 40 are reached)."""
