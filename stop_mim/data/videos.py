@@ -5,9 +5,8 @@ number in its first mask, and void pixels (255) are background. Where the first 
 """
 
 import io
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -132,7 +131,9 @@ class FolderVideo(Video):
         return mask.masked_fill_(mask == VOID, 0)
 
     def fingerprint(self) -> str:
-        return digest(self._states())
+        masks = [self.mask_path(index) for index in range(len(self)) if self.has_mask(index)]
+        states = [(path.name, path.stat()) for path in (*self.frame_paths, *masks)]
+        return digest([self.name, *((name, state.st_size, state.st_mtime_ns) for name, state in states)])
 
     @cached_property
     def _is_numbered(self) -> bool:
@@ -144,13 +145,6 @@ class FolderVideo(Video):
         path = self.frame_paths[index]
         with _readable(path), path.open("rb") as file:
             return image_size(file, str(path))
-
-    def _states(self) -> Iterator[object]:
-        masks = [self.mask_path(index) for index in range(len(self)) if self.has_mask(index)]
-        yield self.name
-        for path in (*self.frame_paths, *masks):
-            state = os.stat(path)
-            yield from (path.name, state.st_size, state.st_mtime_ns)
 
 
 class SceneClip(Video):
@@ -181,19 +175,7 @@ class SceneClip(Video):
         return render_video(*self._arguments)
 
 
-class VideoSet(list[Video]):
-    """The videos of one name and split."""
-
-    def __init__(self, name: str, videos: Iterable[Video]) -> None:
-        super().__init__(videos)
-        self.name = name
-
-    def fingerprint(self) -> str:
-        """A short hexadecimal name of the contents: it changes when they change."""
-        return digest(part for video in self for part in (video.name, video.fingerprint()))
-
-
-def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> VideoSet:
+def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> list[Video]:
     """The videos of a folder in DAVIS's layout, or scenes[:count=…,size=…,frames=…,seed=…].
 
     A folder's ImageSets choose the sequences of the split, those of 2017 before those of 2016 (split="2016/val" names one);
@@ -204,7 +186,7 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> Vid
     if kind == "scenes":
         chosen = parse_options(options, _SCENE_OPTIONS)
         count = chosen.pop("count")
-        return VideoSet(name, [SceneClip(index, **chosen) for index in range(count)])
+        return [SceneClip(index, **chosen) for index in range(count)]
     folder = Path(name).expanduser()
     # The empty name would be the current folder.
     if not name or not folder.is_dir():
@@ -215,11 +197,11 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> Vid
     resolution = _resolution(folder, all_frames, all_masks)
     frames, masks = all_frames / resolution, all_masks / resolution
     sequences = _listed_sequences(folder, split) or sub_folders(frames)
-    videos = [FolderVideo(sequence, frames / sequence, masks / sequence) for sequence in sequences]
+    videos: list[Video] = [FolderVideo(sequence, frames / sequence, masks / sequence) for sequence in sequences]
     for video in videos:
         # Looked at now, so that a video without objects does not end an evaluation in its middle.
         video.first_mask()
-    return VideoSet(name, videos)
+    return videos
 
 
 def _resolution(folder: Path, frames: Path, masks: Path) -> str:

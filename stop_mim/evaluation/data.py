@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from stop_mim.data.image_source import ImageSource
+from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import LabelledSet, hold_out
 from stop_mim.data.sources import open_source
 from stop_mim.data.splits import NoSplit
-from stop_mim.data.videos import VideoSet
+from stop_mim.data.videos import Video
 from stop_mim.errors import InputError
 
 TEST_FRACTION = 0.2
@@ -59,13 +59,13 @@ class TaskData:
 class VideoData:
     """Videos with masks of their objects."""
 
-    videos: VideoSet
+    videos: list[Video]
     test_name: str
     label: ClassVar[str] = "objects"
 
     def facts(self) -> dict[str, Any]:
         """Return what a result records of the data."""
-        return {"data_fingerprint": self.videos.fingerprint(), "sequences": len(self.videos)}
+        return {"data_fingerprint": digest(video.fingerprint() for video in self.videos), "sequences": len(self.videos)}
 
 
 def kinds_of_data(name: str) -> set[str]:

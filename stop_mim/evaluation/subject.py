@@ -29,7 +29,7 @@ from stop_mim.evaluation.protocols import Protocol, choose_protocol
 from stop_mim.exchange.loading import ENCODERS, load_encoder, run_of
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import UNTRAINED
-from stop_mim.training.distributed import Ranks
+from stop_mim.training.distributed import Ranks, any_rank
 from stop_mim.training.inputs import workers_for
 
 MASKS = "masks:"
@@ -113,7 +113,7 @@ class Subject:
         """Return features and classes of the readable images of a part of the data."""
         source, view = labelled.source, protocol.test_view_of(self.encoder)
         key = id(source), view.resize_to, view.interpolation
-        if key in self._features or len(labelled) > FEW_IMAGES * len(source) or self._folder(source, view).exists():
+        if key in self._features or len(labelled) > FEW_IMAGES * len(source) or self._known(source, view):
             # Other parts of the source will be wanted too.
             if key not in self._features:
                 self._features[key] = self._extract(source, view)
@@ -126,6 +126,9 @@ class Subject:
         """Return features on the device if they fit into its memory, else as they are on disk."""
         fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
         return [features.on(self.ranks.device)] if fits else list(features.chunks)
+
+    def _known(self, source: ImageSource, view: TestView) -> bool:
+        return any_rank(self._folder(source, view).exists(), self.ranks)
 
     def _folder(self, source: ImageSource, view: TestView, images: np.ndarray | None = None) -> Path:
         return features_folder(self.fingerprint, source, view, self.layers, self.ranks.device, images)
