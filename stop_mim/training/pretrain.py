@@ -16,13 +16,12 @@ import torch
 from rich.console import Console
 
 from stop_mim.constraints import check_effects
-from stop_mim.data.bad_images import skipped
 from stop_mim.data.batches import Batches
 from stop_mim.data.sources import absolute_name, is_dataset
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.kernels.fast import is_half
-from stop_mim.models.objective import Objective, TargetObjective
+from stop_mim.models.objective import Objective
 from stop_mim.seeds import derive_seed
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.callbacks.checkpoint import SaveRun, SaveShardedRun
@@ -31,32 +30,18 @@ from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
 from stop_mim.training.callbacks.probe import ProbeData, RunProbe, make_probe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.callbacks.trackers import open_trackers
-from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
-from stop_mim.training.config import OptimConfig, SpeedConfig, TrainConfig
-from stop_mim.training.derived import derive, warnings_about
+from stop_mim.training.config import SpeedConfig, TrainConfig
+from stop_mim.training.continuation import check_continuation, identity_of, load_as_before, open_checkpoint
+from stop_mim.training.description import describe_run
 from stop_mim.training.distributed import Ranks, broadcast, is_sharded, process_group, require_same, share, wait_for_all
-from stop_mim.training.inputs import ImageBatches, StepInputs, SyntheticImages, open_data, split_batch
-from stop_mim.training.recipes import RECIPES
+from stop_mim.training.inputs import ImageBatches, StepInputs, SyntheticImages
 from stop_mim.training.run_folder import RunFolder, default_path
-from stop_mim.training.schedules import ema_start, initial_part, values_at
+from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
-from stop_mim.training.trial import (
-    PATCHES_AT_ONCE_ON_CPU,
-    STEP_PART_OF_GPU,
-    Trial,
-    duration,
-    forget_peak,
-    images_at_once,
-    largest_divisor,
-    step_memory,
-    take_trial_steps,
-)
+from stop_mim.training.trial import Trial, settle, step_memory, take_trial_steps
 from stop_mim.training.watch import Watch
 
-# Of the target encoder, at the end of a run.
-MOST_INITIAL_PART = 0.01
-CHECKPOINT_VERSION = 3
 REMEDY = "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint is not affected"
 
 
@@ -98,7 +83,7 @@ def train(
             folder.discard_bad_images()
         wait_for_all(ranks)
         with ProgressDisplay(console, ranks.is_main, folder.log) as display:
-            config = settle(config, ranks, display)
+            config = settle(config, ranks, display.say, memory_of_step)
             parts = prepare(config, folder, ranks, display)
             weights = None if initialise is None else initialise(parts.objective, warn=display.warn)
             trial = None
@@ -171,67 +156,6 @@ def resume(
         return run(parts, folder, display)
 
 
-def open_checkpoint(
-    folder: RunFolder, given: Path | None, or_older: bool
-) -> tuple[Checkpoint | None, list[InputError]]:
-    """Return the checkpoint to continue from, None for a run without any, and the errors of damaged newer ones.
-
-    A damaged checkpoint is an InputError that names the newest good one before it; with `or_older` that one is taken.
-    """
-    files = [given] if given is not None else [*reversed(checkpoints_in(folder.checkpoints).values())]
-    damaged: list[InputError] = []
-    for file in files:
-        try:
-            saved = read_checkpoint(file)
-        except NewerCheckpoint:
-            raise
-        except InputError as error:
-            damaged.append(error)
-            continue
-        if damaged and not or_older:
-            raise InputError(f"{damaged[0]} The checkpoint of step {saved.step} is good: --or-older takes it.")
-        check_version(saved, file)
-        return saved, damaged
-    if damaged:
-        raise damaged[0]
-    return None, []
-
-
-def check_version(saved: Checkpoint, file: Path) -> None:
-    """Refuse a checkpoint of another version, whose runs continue with other random draws."""
-    version = saved.state.get("run", {}).get("version")
-    if isinstance(version, int) and version > CHECKPOINT_VERSION:
-        raise NewerCheckpoint(file)
-    if version != CHECKPOINT_VERSION:
-        raise InputError(
-            f"{file} was saved by another version of stop-mim, whose runs cannot be resumed: start a new run."
-        )
-
-
-def settle(config: TrainConfig, ranks: Ranks, display: ProgressDisplay) -> TrainConfig:
-    """Decide what the config leaves open; config.json keeps it, so that a resumed run is the same.
-
-    These are the fields of `optim.derive`, and the images that a device sees at once.
-    """
-    if config.optim.derive:
-        images = len(open_data(config))
-        config = derive(config, images, ranks.device.type, ranks.world_size)
-    # The memory of sharded weights depends on all processes together.
-    if config.speed.batch_size_per_device is not None or config.speed.sharding != "none":
-        return config
-    per_step, _ = split_batch(config, ranks)
-    if ranks.device.type == "cpu":
-        height, width = (side // config.encoder.patch_size for side in config.encoder.image_size)
-        at_once = largest_divisor(per_step, PATCHES_AT_ONCE_ON_CPU / max(1, height * width))
-    else:
-        free = torch.cuda.mem_get_info(ranks.device)[0]
-        display.say(f"measuring  how many images fit into {free / 2**30:.1f} GiB of free GPU memory at once")
-        memory_of = partial(memory_of_step, config, ranks.device)
-        at_once = broadcast(images_at_once(per_step, memory_of, STEP_PART_OF_GPU * free), ranks)
-        forget_peak(ranks.device)
-    return replace(config, speed=replace(config.speed, batch_size_per_device=at_once))
-
-
 def memory_of_step(config: TrainConfig, device: torch.device, images: int) -> int:
     """Return the bytes that a plain step of this run needs for so many images at once."""
     speed = replace(config.speed, batch_size_per_device=images, compile=False, graph=False)
@@ -295,45 +219,12 @@ def run(
         recipe: of a new run, which is compared with it.
         trial: what steps before a new run measured.
     """
-    config, trainer, encoder = parts.config, parts.trainer, parts.objective.encoder
-    parameters = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
-    display.say(f"run        {folder.path}")
-    display.say(f"data       {config.data}; {parts.images.description}")
-    if parts.ignored:
-        display.say(f"skipped    {skipped(0, parts.ignored)}")
-    display.say(f"masks      {parts.inputs.masks}")
-    display.say(f"encoder    {parameters:.1f} M parameters, {encoder.grid[0]}x{encoder.grid[1]} patches")
-    display.say(f"schedule   {describe_schedule(config.optim, parts.steps_per_epoch)}")
-    display.say(f"batch      {describe_batch(parts.inputs)}")
-    display.say(f"device     {trainer.ranks.device}")
-    if trial is not None:
-        seconds, rate = trainer.total_steps * trial.seconds_per_step, config.optim.batch_size / trial.seconds_per_step
-        display.say(
-            f"measured   {rate:,.3g} images/s, {trial.memory / 2**30:.1f} GiB; about {duration(seconds)} in all"
-        )
-    if trainer.done:
-        display.say(f"resumed    {trainer.done:,} of {trainer.total_steps:,} steps are done")
-    else:
-        usual = RECIPES[recipe]().optim if recipe in RECIPES else None
-        for text in warnings_about(config.optim, parts.n_images, usual):
-            display.warn(text)
-        if isinstance(parts.objective, TargetObjective):
-            warn_of_initial_part(config.optim, trainer.total_steps, display.warn)
-    trainer.run(config.stop_after_steps)
+    trainer = parts.trainer
+    describe_run(parts, folder, display, recipe, trial)
+    trainer.run(parts.config.stop_after_steps)
     if left_out := folder.skipped():
         display.say(f"skipped    {left_out}")
     return TrainResult(folder.path, trainer.done, trainer.total_steps, trainer.loss, trainer.interrupted_by)
-
-
-def warn_of_initial_part(optim: OptimConfig, total_steps: int, warn: Callable[[str], None]) -> None:
-    """Warn if the target encoder, which is saved and evaluated, stays too near to its initial weights."""
-    part = initial_part(optim, total_steps)
-    if part > MOST_INITIAL_PART:
-        warn(
-            f"At the end of this run {part:.0%} of the target encoder will be its initial weights, because "
-            f"optim.ema_start is {ema_start(optim, total_steps):.4g} and the run has {total_steps:,} steps: train longer, or "
-            f"set optim.ema_start to {ema_start(replace(optim, ema_start=None), total_steps):.3g}."
-        )
 
 
 @dataclass(frozen=True)
@@ -403,20 +294,6 @@ def assemble(
     return Parts(config, inputs, images, steps_per_epoch, objective, autocast, trainer)
 
 
-def describe_schedule(optim: OptimConfig, steps_per_epoch: int) -> str:
-    """Return length, warm-up and learning rate of a run in words."""
-    steps = f"{optim.epochs * steps_per_epoch:,} steps ({optim.epochs:,} epochs of {steps_per_epoch:,})"
-    return f"{steps}, warm-up {optim.warmup_epochs:g} epochs, learning rate {optim.lr:g}"
-
-
-def describe_batch(inputs: StepInputs) -> str:
-    """Return how the images of a step are divided."""
-    total, processes = inputs.config.optim.batch_size, inputs.ranks.world_size
-    on_each = f" on each of {processes} devices" if processes > 1 else ""
-    accumulated = f", gradients accumulated over {inputs.batches_per_step}" if inputs.batches_per_step > 1 else ""
-    return f"{total:,} images per step, {inputs.per_device:,} at once{on_each}{accumulated}"
-
-
 def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: ProgressDisplay) -> RunProbe:
     """Decode the labelled images in the main process; the other processes wait for it, or fail with it."""
     config, ranks, probe, complaint = parts.config, parts.inputs.ranks, None, None
@@ -444,46 +321,3 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Return the config with datasets that can be found from any directory."""
     probe = config.probe if config.probe.data is None else replace(config.probe, data=absolute_name(config.probe.data))
     return replace(config, data=absolute_name(config.data), probe=probe)
-
-
-def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:
-    """Return what a resumed run is compared with; kept in checkpoints."""
-    return {
-        "version": CHECKPOINT_VERSION,
-        "data": images.source.fingerprint(),
-        "contents": images.source.contents(),
-        **images.choices,
-        "device": inputs.ranks.device.type,
-        "threads": torch.get_num_threads(),
-        # Such noise is relative to the other images on the device.
-        "batch_size_per_device": inputs.per_device if inputs.config.positions.conditioned else None,
-    }
-
-
-def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:
-    """Return a config that decodes images as a checkpoint's run did: pixels depend on it by a decoder's rounding."""
-    if before["device"] != device.type:
-        return config
-    left_open = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto"]
-    return replace(config, speed=replace(config.speed, **{name: before[name] for name in left_open}))
-
-
-def check_continuation(before: Mapping[str, Any], now: Mapping[str, Any], data: str, display: ProgressDisplay) -> None:
-    """Refuse other data than those of the checkpoint; warn of what makes random draws differ."""
-    # A copy of the data has other times. Checkpoints of earlier versions have no contents.
-    if before["data"] != now["data"] and before.get("contents") != now["contents"]:
-        raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
-    if before["batch_size_per_device"] != now["batch_size_per_device"]:
-        display.warn(
-            f"positions.conditioned is True and speed.batch_size_per_device was {before['batch_size_per_device']} and is "
-            f"{now['batch_size_per_device']} now: the noise of an image depends on it."
-        )
-    if now["device"] == "cpu" and before.get("threads", now["threads"]) != now["threads"]:
-        display.warn(
-            f"This run used {before['threads']} CPU thread(s) and continues with {now['threads']}: sums are rounded "
-            f"differently, so that it does not continue bit for bit; set OMP_NUM_THREADS={before['threads']} to avoid it."
-        )
-    if before["loader"] != now["loader"]:
-        display.warn(
-            f"The loader was {before['loader']} and is {now['loader']} now: the run continues with other crops."
-        )

@@ -1,4 +1,4 @@
-"""Trial steps before a run: how many images fit into memory at once, and how fast the run will be."""
+"""Before a run: what its config leaves open, how many images fit into memory at once, and how fast it will be."""
 
 import gc
 import resource
@@ -6,12 +6,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from stop_mim.errors import InputError
 from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.derived import derive
+from stop_mim.training.distributed import Ranks, broadcast
+from stop_mim.training.inputs import open_data, split_batch
 from stop_mim.training.trainer import Trainer
 
 STEP_PART_OF_GPU = 0.5
@@ -29,6 +34,41 @@ class Trial:
     seconds_per_step: float
     memory: int
     """Largest number of bytes in use: on the GPU, or else of the whole process."""
+
+
+def settle(
+    config: TrainConfig,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    memory_of_step: Callable[[TrainConfig, torch.device, int], int],
+) -> TrainConfig:
+    """Decide what the config leaves open; config.json keeps it, so that a resumed run is the same.
+
+    These are the fields of `optim.derive`, and the images that a device sees at once.
+
+    Args:
+        config: the run.
+        ranks: this process and its device.
+        say: shows a message.
+        memory_of_step: measures the bytes of a step of the run, on a device, of so many images at once.
+    """
+    if config.optim.derive:
+        images = len(open_data(config))
+        config = derive(config, images, ranks.device.type, ranks.world_size)
+    # The memory of sharded weights depends on all processes together.
+    if config.speed.batch_size_per_device is not None or config.speed.sharding != "none":
+        return config
+    per_step, _ = split_batch(config, ranks)
+    if ranks.device.type == "cpu":
+        height, width = (side // config.encoder.patch_size for side in config.encoder.image_size)
+        at_once = largest_divisor(per_step, PATCHES_AT_ONCE_ON_CPU / max(1, height * width))
+    else:
+        free = torch.cuda.mem_get_info(ranks.device)[0]
+        say(f"measuring  how many images fit into {free / 2**30:.1f} GiB of free GPU memory at once")
+        memory_of = partial(memory_of_step, config, ranks.device)
+        at_once = broadcast(images_at_once(per_step, memory_of, STEP_PART_OF_GPU * free), ranks)
+        forget_peak(ranks.device)
+    return replace(config, speed=replace(config.speed, batch_size_per_device=at_once))
 
 
 def take_trial_steps(trainer: Trainer, timed: int) -> Trial:

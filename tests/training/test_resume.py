@@ -15,7 +15,8 @@ from stop_mim.errors import InputError
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
 from stop_mim.training.config import PositionsConfig, SpeedConfig
-from stop_mim.training.pretrain import CHECKPOINT_VERSION, resume, train
+from stop_mim.training.continuation import CHECKPOINT_VERSION
+from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
 

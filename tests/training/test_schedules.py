@@ -8,7 +8,7 @@ import pytest
 
 from stop_mim.models.build import sigma_schedule
 from stop_mim.training.config import OptimConfig, PositionsConfig
-from stop_mim.training.pretrain import warn_of_initial_part
+from stop_mim.training.description import warn_of_initial_part
 from stop_mim.training.schedules import cosine, initial_part, linear, values_at
 
 STEPS_PER_EPOCH = 10

@@ -1,0 +1,98 @@
+"""Whether a run can go on from a checkpoint: what identifies it, and what must not change."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stop_mim.data.batches import Batches
+from stop_mim.errors import InputError
+from stop_mim.training.callbacks.progress import ProgressDisplay
+from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.inputs import StepInputs
+from stop_mim.training.run_folder import RunFolder
+
+CHECKPOINT_VERSION = 3
+
+
+def open_checkpoint(
+    folder: RunFolder, given: Path | None, or_older: bool
+) -> tuple[Checkpoint | None, list[InputError]]:
+    """Return the checkpoint to continue from, None for a run without any, and the errors of damaged newer ones.
+
+    A damaged checkpoint is an InputError that names the newest good one before it; with `or_older` that one is taken.
+    """
+    files = [given] if given is not None else [*reversed(checkpoints_in(folder.checkpoints).values())]
+    damaged: list[InputError] = []
+    for file in files:
+        try:
+            saved = read_checkpoint(file)
+        except NewerCheckpoint:
+            raise
+        except InputError as error:
+            damaged.append(error)
+            continue
+        if damaged and not or_older:
+            raise InputError(f"{damaged[0]} The checkpoint of step {saved.step} is good: --or-older takes it.")
+        check_version(saved, file)
+        return saved, damaged
+    if damaged:
+        raise damaged[0]
+    return None, []
+
+
+def check_version(saved: Checkpoint, file: Path) -> None:
+    """Refuse a checkpoint of another version, whose runs continue with other random draws."""
+    version = saved.state.get("run", {}).get("version")
+    if isinstance(version, int) and version > CHECKPOINT_VERSION:
+        raise NewerCheckpoint(file)
+    if version != CHECKPOINT_VERSION:
+        raise InputError(
+            f"{file} was saved by another version of stop-mim, whose runs cannot be resumed: start a new run."
+        )
+
+
+def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:
+    """Return what a resumed run is compared with; kept in checkpoints."""
+    return {
+        "version": CHECKPOINT_VERSION,
+        "data": images.source.fingerprint(),
+        "contents": images.source.contents(),
+        **images.choices,
+        "device": inputs.ranks.device.type,
+        "threads": torch.get_num_threads(),
+        # Such noise is relative to the other images on the device.
+        "batch_size_per_device": inputs.per_device if inputs.config.positions.conditioned else None,
+    }
+
+
+def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:
+    """Return a config that decodes images as a checkpoint's run did: pixels depend on it by a decoder's rounding."""
+    if before["device"] != device.type:
+        return config
+    left_open = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto"]
+    return replace(config, speed=replace(config.speed, **{name: before[name] for name in left_open}))
+
+
+def check_continuation(before: Mapping[str, Any], now: Mapping[str, Any], data: str, display: ProgressDisplay) -> None:
+    """Refuse other data than those of the checkpoint; warn of what makes random draws differ."""
+    # A copy of the data has other times. Checkpoints of earlier versions have no contents.
+    if before["data"] != now["data"] and before.get("contents") != now["contents"]:
+        raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
+    if before["batch_size_per_device"] != now["batch_size_per_device"]:
+        display.warn(
+            f"positions.conditioned is True and speed.batch_size_per_device was {before['batch_size_per_device']} and is "
+            f"{now['batch_size_per_device']} now: the noise of an image depends on it."
+        )
+    if now["device"] == "cpu" and before.get("threads", now["threads"]) != now["threads"]:
+        display.warn(
+            f"This run used {before['threads']} CPU thread(s) and continues with {now['threads']}: sums are rounded "
+            f"differently, so that it does not continue bit for bit; set OMP_NUM_THREADS={before['threads']} to avoid it."
+        )
+    if before["loader"] != now["loader"]:
+        display.warn(
+            f"The loader was {before['loader']} and is {now['loader']} now: the run continues with other crops."
+        )
