@@ -105,8 +105,8 @@ def train_and_watch(folder, mid_epoch):
         seen["losses"].append(loss.item())
         return loss
 
-    def remember(parts, folder, display):
-        result = real_run(parts, folder, display)
+    def remember(parts, *more):
+        result = real_run(parts, *more)
         seen.update(weights=parts.objective.state_dict())
         seen["probes"] = any(getattr(callback, "probe", None) is not None for callback in parts.trainer.callbacks)
         return result
