@@ -45,7 +45,6 @@ class TaskData:
     def facts(self) -> dict[str, Any]:
         """Return what a result records of the data."""
         return {
-            "data_fingerprint": self.train.fingerprint(),
             "test_fingerprint": self.test.fingerprint(),
             "train_images": len(self.train),
             "test_images": len(self.test),

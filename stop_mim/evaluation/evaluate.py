@@ -101,6 +101,8 @@ def _evaluation(task: Task, ranks: Ranks) -> Evaluation:
     facts = {**subject.facts(), **data.facts(), "date": today(), "versions": around["packages"]}
     facts |= {"python": around["python"], "gpu": around["gpu"], "device": str(ranks.device)}
     facts["processes"] = ranks.world_size
+    if task.needs == "images":
+        facts["data_fingerprint"] = task.training_images().fingerprint()
     return Evaluation(
         subject.name,
         task.name,

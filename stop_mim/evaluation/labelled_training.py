@@ -205,9 +205,6 @@ class TrainingTask(Task):
     def results(self, training: Any) -> Iterator[Score]:
         """Yield the scores of what was trained."""
 
-    def train_set(self) -> LabelledSet:
-        return self.data.train
-
     def conditions(self, augment: AugmentConfig) -> Conditions:
         """Return the conditions of a training with this augmentation."""
         protocol = self.subject.protocol(self.data)
@@ -215,7 +212,7 @@ class TrainingTask(Task):
 
     def run(self) -> Iterator[Score]:
         subject = self.subject
-        identity = [subject.fingerprint, subject.encoder.image_size, self.name, self.train_set().fingerprint()]
+        identity = [subject.fingerprint, subject.encoder.image_size, self.name, self.training_images().fingerprint()]
         key = digest([*identity, self.data.test.fingerprint(), self.config.seed, self.settings()])
         state_file = cache_folder() / "evaluations" / f"{key}.safetensors"
         require_writable_cache(state_file.parent)

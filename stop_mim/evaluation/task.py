@@ -54,6 +54,10 @@ class Task(ABC):
         """Return how images are seen."""
         return self.subject.protocol(self.data)
 
+    def training_images(self) -> LabelledSet:
+        """Return the images that a task on images learns from."""
+        return self.data.train
+
     def settings(self) -> dict[str, Any]:
         """Return the protocol's name and all settings that the scores depend on, as plain values."""
         protocol = self.protocol()
@@ -74,10 +78,6 @@ class FeatureTask(Task):
         )
         if self.subject.ranks.is_main:
             yield from self.scores(train, test)
-
-    def training_images(self) -> LabelledSet:
-        """Return the training images whose features are needed."""
-        return self.data.train
 
     @abstractmethod
     def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:

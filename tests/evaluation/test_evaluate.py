@@ -116,6 +116,13 @@ def test_a_list_of_images(run, colours, tmp_path):
     (found,) = evaluate([str(run), f"{run}/"], config, silent())
     assert value(found, "low-shot/list/images") == 12
     assert found.protocol["list_file"] == str(tmp_path / "few.txt")
+    # Other names in the same file are another evaluation, and a repetition is not.
+    for number in ("09", "09"):
+        (tmp_path / "few.txt").write_text("\n".join([*names[:-1], f"yellow_{number}.png"]))
+        evaluate([str(run)], config, silent())
+    kept = read_results(run / "results.json")
+    assert [one.task for one in kept] == ["low-shot"] * 2
+    assert kept[0].identity() != kept[1].identity()
 
 
 def test_the_linear_probe_can_be_of_some_features_alone(run, alike):

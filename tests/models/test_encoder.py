@@ -146,6 +146,10 @@ def test_timms_models_with_their_class_token():
     assert encoder(images, torch.tensor([[3, 4]])).shape == (1, 2, 192)
     assert encoder(torch.randn(1, 3, 96, 64)).shape == (1, 24, 192)
     assert encoder.embed(images, layers=4).shape == (1, 768)
+    torch.testing.assert_close(encoder.embed(images), encoder(images).mean(1))
+    assert encoder.pools == ("cls", "mean")
+    encoder.pool = "cls"
+    torch.testing.assert_close(encoder.embed(images, layers=4)[:, -192:], encoder.vit(images))
 
 
 def test_what_timm_does_not_have_is_named():

@@ -181,7 +181,7 @@ class Finetune(TrainingTask):
         options = self.options
         augment = AugmentConfig(crop_scale=options.crop_scale, flip_probability=options.flip_probability)
         conditions = replace(self.conditions(augment), retouch=self.retouch())
-        return FinetuneTraining(self.subject.encoder, self.train_set(), options, conditions)
+        return FinetuneTraining(self.subject.encoder, self.training_images(), options, conditions)
 
     def results(self, training: "FinetuneTraining") -> Iterator[Score]:
         for top, value in zip(TOP, training.score(self.data.test)[0].tolist(), strict=True):
@@ -218,7 +218,7 @@ class FinetuneLowShot(Finetune):
         list_file = plain(self.few)["list_file"]
         return {**super().settings(), "amount": self.few.amounts[0], "list_file": list_file}
 
-    def train_set(self) -> LabelledSet:
+    def training_images(self) -> LabelledSet:
         ((images,),) = self.draw.values()
         return replace(self.data.train, indices=images)
 
