@@ -54,7 +54,15 @@ def test_the_test_split_of_a_hub_set_falls_back_to_validation(hub):
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_hub_set_that_cannot_be_loaded():
-    with pytest.raises(InputError, match=r"hf:owner/other .*Couldn't reach owner/other. No network\)") as error:
+@pytest.mark.parametrize(
+    ("reachable", "words"),
+    [
+        (True, r"hf:owner/other .*Couldn't reach owner/other. No network\)"),
+        (False, r"hf:owner/other is not in the cache .* cannot be reached"),
+    ],
+)
+def test_a_hub_set_that_cannot_be_loaded(monkeypatch, reachable, words):
+    monkeypatch.setattr("stop_mim.hub.is_reachable", lambda: reachable)
+    with pytest.raises(InputError, match=words) as error:
         open_source("hf:owner/other")
     one_sentence(error)

@@ -1,5 +1,9 @@
 """Datasets of the Hugging Face hub, downloaded and memory-mapped by the package datasets."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -9,6 +13,7 @@ from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.sources.parquet import TableSource, image_column, label_column, read_classes
 from stop_mim.data.splits import split_candidates
 from stop_mim.errors import InputError, MissingExtra
+from stop_mim.hub import hub_or_cache
 
 
 @SOURCES.register("hf")
@@ -62,10 +67,15 @@ def _load(address: str, split: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra("hf: datasets", "datasets", "hf") from error
     name, _, config = address.partition(":")
+    with nullcontext() if Path(name).exists() else hub_or_cache(f"hf:{address}"):
+        return _load_split(address, split, partial(datasets.load_dataset, name, config or None))
+
+
+def _load_split(address: str, split: str, load: Callable[..., Any]) -> tuple[Any, str]:
     failure: Exception | None = None
     for candidate in split_candidates(split):
         try:
-            return datasets.load_dataset(name, config or None, split=candidate), candidate
+            return load(split=candidate), candidate
         # The hub, the network and loading scripts each fail in their own ways.
         except Exception as error:
             unknown_split = "split" in str(error).lower()
