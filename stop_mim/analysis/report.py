@@ -252,7 +252,7 @@ def settings_table(groups: Sequence[RunGroup]) -> Table:
 
 def _joined(name: str, values: Sequence[str]) -> str:
     """Return different values of a setting: all seeds, else the first value and how many there are."""
-    return ", ".join(sorted(values, key=int)) if name == "seed" else f"{values[0]} and {len(values) - 1} others"
+    return ", ".join(sorted(values, key=int)) if name == "seed" else f"{values[0]} ({len(values) - 1} more)"
 
 
 def _where(sessions: Sequence[Plain]) -> dict[str, str]:
@@ -306,7 +306,15 @@ def compared_scores(groups: Sequence[RunGroup]) -> Iterator[Table]:
         ]
         baselines = [[one for one in run.results if one.is_baseline] for group in groups for run in group.runs]
         before = _group_scores(baselines, data)
-        extra = [["untrained", *(before.get(name, NOTHING) for name in names)]] if before else []
+        chances = {
+            one.name_of(score): f"{chance:.1f}"
+            for group in groups
+            for one in group.first.evaluations
+            for score in one.scores
+            if one.data == data and (chance := one.chance(score)) is not None
+        }
+        known = {"untrained": before, "chance": chances}
+        extra = [[what, *(found.get(name, NOTHING) for name in names)] for what, found in known.items() if found]
         if names:
             yield Table(f"Test scores in % on {data}", ["", *names], [*rows, *extra])
 

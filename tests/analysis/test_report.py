@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -237,7 +238,7 @@ def test_a_sweep_is_opened_by_its_directory_and_its_seeds_are_averaged(stop_run,
     sweep = tmp_path / "sweep"
     for variant, sigma, values in (("low", 0.1, (0.5, 0.7, 9.0)), ("high", 1.0, (0.2,))):
         for seed, value in enumerate(values):
-            results = [evaluation("linear", top1(100 * value), data="a")]
+            results = [replace(evaluation("linear", top1(100 * value), data="a"), facts={"chance": 10.0})]
             changes = {"seed": seed, "signs": {"loss": value}, "positions": PositionsConfig(sigma=sigma)}
             pretend(stop_run, sweep / variant / f"seed-{seed}", results=results, **changes)
     (sweep / "sweep.json").write_text(json.dumps({"variants": {"low": {}, "high": {}}}))
@@ -250,7 +251,7 @@ def test_a_sweep_is_opened_by_its_directory_and_its_seeds_are_averaged(stop_run,
     assert "low" not in high
     # √(2 · 0.1²) around the mean.
     assert "Loss 0.6 ± 0.14 0.2" in page.words
-    assert "linear/top1 low 60.0 ± 14.1 high/seed-0 20.0" in page.words
+    assert "linear/top1 low 60.0 ± 14.1 high/seed-0 20.0 chance 10.0" in page.words
     assert "low 2 seeds (0, 1): " in page.words
     (sweep / "sweep.json").write_text("{")
     with pytest.raises(InputError, match=r"sweep\.json"):
