@@ -101,12 +101,12 @@ def steps_done(folder):
     return int(lines[-1]["step"]) if lines else 0
 
 
-def check_good(folder):
-    """All checkpoints can be read, and the newest is at most three steps before what was measured."""
+def check_good(folder, every=3):
+    """All checkpoints can be read, and the newest is at most so many steps before what was measured."""
     steps = checkpoints_in(folder / "checkpoints")
     for step, path in steps.items():
         assert read_checkpoint(path).step == step
-    assert max(steps, default=0) >= steps_done(folder) - 3
+    assert max(steps, default=0) >= steps_done(folder) - every
 
 
 def at_step(step, action):
