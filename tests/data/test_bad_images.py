@@ -19,6 +19,14 @@ def test_one_is_counted_and_listed_once_also_after_a_resume(tmp_path):
     assert file.read_text() == "a.png: truncated\nb .png: broken header\nc.png: empty\n"
 
 
+def test_control_characters_of_a_name_reach_neither_the_list_nor_the_screen(tmp_path):
+    shown = []
+    bad = BadImages("photos", 1000, tmp_path / "bad.txt", show=shown.append)
+    bad.add("\x1b[2Ja\x07.png: truncated")
+    assert (tmp_path / "bad.txt").read_text() == "\\x1b[2Ja\\x07.png: truncated\n"
+    assert "\x1b" not in shown[0]
+
+
 @pytest.mark.parametrize("file_name", ["bad.txt", None])
 def test_more_than_one_in_a_hundred_is_refused(tmp_path, file_name):
     file = None if file_name is None else tmp_path / file_name
