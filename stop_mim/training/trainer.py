@@ -130,20 +130,22 @@ class Trainer:
         """Train until `end` steps of the whole run are done; not given: all."""
         self.end = min(self.total_steps, end or self.total_steps)
         self.interrupted_by, self.error = None, None
-        try:
-            with self.watch, catch_interruption(ANSWER if self.ranks.is_main else "") as interruption:
-                for callback in self._active():
-                    callback.start(self)
-                with closing(self.batches(self.done)) as batches:
-                    self._train(batches, interruption)
-                wait_for_all(self.ranks)
-        except BaseException as error:
-            self.error = self.watch.explained(error)
-            if self.error is error:
-                raise
-            raise self.error from None
-        finally:
-            self._end()
+        # A process whose other is killed is asked to stop as well, and must still say why.
+        with catch_interruption(ANSWER if self.ranks.is_main else "") as interruption:
+            try:
+                with self.watch:
+                    for callback in self._active():
+                        callback.start(self)
+                    with closing(self.batches(self.done)) as batches:
+                        self._train(batches, interruption)
+                    wait_for_all(self.ranks)
+            except BaseException as error:
+                self.error = self.watch.explained(error)
+                if self.error is error:
+                    raise
+                raise self.error from None
+            finally:
+                self._end()
 
     def _end(self) -> None:
         """End all callbacks; after an error, such as a full disk, what fails here is no news."""
