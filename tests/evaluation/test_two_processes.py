@@ -16,7 +16,8 @@ from stop_mim.evaluation.tasks.linear_sgd import LinearTraining
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import process_group
 
-SGD, SHORT = replace(WHOLE, epochs=2, milestones=(), weight_decay=0.01), replace(NEWTON, epochs=2, weight_decay=0.01)
+SGD, SHORT = replace(WHOLE, epochs=1, milestones=(), weight_decay=0.01), replace(NEWTON, epochs=1, weight_decay=0.01)
+ONE_EPOCH = replace(PLAIN, epochs=1, warmup_epochs=0.0)
 
 
 def train(ranks, folder):
@@ -26,7 +27,7 @@ def train(ranks, folder):
     trainings = {
         name: LinearTraining(small_encoder(), coloured(150), 32, replace(conditions, protocol=protocol))
         for name, protocol in (("sgd", SGD), ("newton", SHORT))
-    } | {"finetune": FinetuneTraining(small_encoder(), coloured(71), PLAIN, conditions)}
+    } | {"finetune": FinetuneTraining(small_encoder(), coloured(71), ONE_EPOCH, conditions)}
     found = {}
     for name, training in trainings.items():
         training.train(folder / f"{name}{ranks.world_size}")
