@@ -65,7 +65,7 @@ class Objective(nn.Module, ABC):
                 )
         if len(masks) != len(images):
             raise InputError(f"There are {len(images)} images and masks for {len(masks)}: sample masks for all images.")
-        is_checked = masks.grid is not None or masks.targets.is_cuda
+        is_checked = masks.grid is not None or masks.targets.device.type != "cpu"
         largest = 0 if is_checked else int(max(masks.context.max(), masks.targets.max()))
         if largest >= rows * columns:
             raise InputError(
