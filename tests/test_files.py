@@ -6,9 +6,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from stop_mim.errors import InputError
-from stop_mim.files import locked, remove_temporaries, require_writable, write_atomically
+from stop_mim.files import locked, remove_temporaries, require_writable, write_atomically, write_folder
 
 
 class PowerCut(BaseException):
@@ -58,6 +59,24 @@ def test_the_bytes_are_on_the_disk_before_the_file_takes_its_name_and_then_the_n
     write_atomically(tmp_path / "a.txt", lambda temporary: temporary.write_text("new"))
     # The last one is of the folder, which holds the name.
     assert events == ["fsync", "replace", "fsync"]
+
+
+@pytest.mark.parametrize("write", [write_atomically, write_folder])
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed writing file data/0"),
+    ],
+)
+def test_a_full_disk_is_an_oserror_whichever_library_writes(tmp_path, write, error):
+    def fail(temporary):
+        raise error
+
+    with pytest.raises(OSError, match="No space left on device") as found:
+        write(tmp_path / "exported", fail)
+    assert found.value.filename == str(tmp_path / "exported")
+    assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
