@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
+import traceback
 from pathlib import Path
 
-import pytest
+from stop_mim.cli import main
 
 PLUGINS = {
     "my_source": """
@@ -107,7 +107,8 @@ def loudness():
 @SCALES.register("seconds")
 def seconds():
     """A model that is trained within seconds."""
-    return Scale("demo", {"data": "noise:16"}, ("--task", "spread", "--data", "noise:16", "--test-data", "noise:8"))
+    data = ("--data", "noise:16", "--test-data", "noise:8")
+    return Scale("demo", {"data": "noise:16"}, ("--task", "spread", "--spread.power", "2", *data))
 ''',
 }
 
@@ -119,54 +120,40 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def command(tmp_path_factory, scene_cache):
-    """Return a function that runs a command with all plugins in an empty directory, and returns the directory."""
-    folder = tmp_path_factory.mktemp("plugins")
+def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_with_an_option(tmp_path, scene_cache):
+    """The sweep runs `pretrain` and `evaluate` as new processes, which load the plugins again."""
     for name, text in PLUGINS.items():
-        (folder / f"{name}.py").write_text(text)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])]),
-        "STOP_MIM_PLUGINS": ",".join(PLUGINS),
-        "STOP_MIM_CACHE": str(scene_cache),
-        "OMP_NUM_THREADS": "1",
-    }
-
-    def run(*arguments):
-        whole = [sys.executable, "-m", "stop_mim", *arguments]
-        ended = subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return folder
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def run(command):
-    """Return a run that is trained on the images of a plugin with the covariance of a plugin."""
-    options = ["--data", "noise:16", "--positions.covariance", "scalar", "--out", "run"]
-    return command("pretrain", "demo", *TINY, *options) / "run"
-
-
-def test_a_source_and_a_covariance_train(run):
+        (tmp_path / f"{name}.py").write_text(text)
+    command = ["sweep", "loudness", "--scale", "seconds", "--seeds", "0", "--variants", "loud"]
+    child = os.fork()
+    if not child:
+        # In a process of its own: what plugins register stays.
+        code = 1
+        try:
+            os.chdir(tmp_path)
+            sys.path.insert(0, str(tmp_path))
+            os.environ |= {
+                "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),
+                "STOP_MIM_PLUGINS": ",".join(PLUGINS),
+                "STOP_MIM_CACHE": str(scene_cache),
+                "OMP_NUM_THREADS": "1",
+            }
+            main([*command, "--positions.covariance", "scalar", *TINY])
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    sweep = tmp_path / "runs" / "sweep-loudness-seconds"
+    summary = json.loads((sweep / "summary.json").read_text())
+    assert (summary["failed"], summary["unfinished"]) == ({}, [])
+    assert {"spread/std", "health/A_norm"} <= set(summary["variants"]["loud"]["scores"])
+    run = sweep / "loud" / "seed-0"
     config = json.loads((run / "config.json").read_text())
     assert (config["data"], config["positions"]["covariance"]) == ("noise:16", "scalar")
+    assert (config["positions"]["sigma"], config["encoder"]["width"]) == (1.0, 24)
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
-
-
-def test_a_task_with_an_option_scores(command, run):
-    data = ["--data", "noise:16", "--test-data", "noise:8", "--speed.device", "cpu", "--speed.workers", "0"]
-    command("evaluate", str(run), "--task", "spread", "--spread.power", "2", *data)
     (evaluation,) = json.loads((run / "results.json").read_text())["evaluations"]
     assert (evaluation["task"], evaluation["protocol"]["power"]) == ("spread", 2.0)
     assert evaluation["scores"][0]["value"] > 0
-
-
-def test_a_sweep_trains_and_evaluates(command):
-    folder = command("sweep", "loudness", "--scale", "seconds", "--seeds", "0", "--variants", "loud", *TINY)
-    summary = json.loads((folder / "runs" / "sweep-loudness-seconds" / "summary.json").read_text())
-    assert (summary["failed"], summary["unfinished"]) == ({}, [])
-    assert {"spread/std", "health/A_norm"} <= set(summary["variants"]["loud"]["scores"])
-    run = json.loads((folder / "runs" / "sweep-loudness-seconds" / "loud" / "seed-0" / "config.json").read_text())
-    assert (run["positions"]["sigma"], run["encoder"]["width"]) == (1.0, 24)

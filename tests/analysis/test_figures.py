@@ -8,7 +8,7 @@ from analysed_runs import pretend, probed
 from matplotlib.figure import Figure
 
 from stop_mim.analysis import figures, theory
-from stop_mim.analysis.drawing import STYLE, set_sigma_axis
+from stop_mim.analysis.drawing import STYLE, save_figure, set_sigma_axis
 from stop_mim.analysis.figures import FIGURES, draw_figures
 from stop_mim.analysis.runs import read_records
 from stop_mim.errors import InputError
@@ -56,8 +56,19 @@ def lines(axes):
     return {line.get_label(): line for line in axes.get_lines()}
 
 
-def test_all_figures_are_written_as_pdf_and_png(sweep, tmp_path, quick_theory):
-    told = []
+def assert_nothing_is_cut_off(figure):
+    with matplotlib.rc_context(STYLE):
+        figure.draw_without_rendering()
+    width, height = figure.canvas.get_width_height()
+    box = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+    assert min(box.x0, box.y0) >= -1
+    assert box.x1 <= width + 1
+    assert box.y1 <= height + 1
+
+
+def test_all_figures_are_written_as_pdf_and_png_and_nothing_is_cut_off(sweep, tmp_path, quick_theory, monkeypatch):
+    told, drawn = [], []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure) or save_figure(figure, path))
     files = draw_figures(["all"], sweep, tmp_path / "figures", told.append)
     assert told == []
     assert [file.name for file in files] == [f"figure-{name}.{kind}" for name in FIGURES for kind in ("pdf", "png")]
@@ -70,6 +81,9 @@ def test_all_figures_are_written_as_pdf_and_png(sweep, tmp_path, quick_theory):
     widths = [struct.unpack(">I", file.read_bytes()[16:20])[0] for file in files if file.suffix == ".png"]
     assert min(widths) > 700
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(file.name for file in files)
+    assert len(drawn) == len(FIGURES)
+    for figure in drawn:
+        assert_nothing_is_cut_off(figure)
 
 
 @pytest.mark.parametrize(
@@ -104,19 +118,6 @@ def test_figure_1_shows_scores_beside_those_of_fixed_positions_alone(sweep, stop
     learned = pretend(stop_run, tmp_path / "learned", signs=probed(99.0), positions=PositionsConfig(kind="learned"))
     bars = FIGURES["1"]([*named(sweep, "tied-0.25", "fixed"), learned], None).axes[3].patches
     assert [bar.get_height() for bar in bars] == [51.0, 53.0]
-
-
-def test_nothing_is_cut_off(sweep):
-    for name in sorted(set(FIGURES) - {"theory"}):
-        with matplotlib.rc_context(STYLE):
-            figure = FIGURES[name](sweep, None)
-            figure.draw_without_rendering()
-        width, height = figure.canvas.get_width_height()
-        box = figure.get_tightbbox().transformed(figure.dpi_scale_trans)
-        assert box.x0 >= -1, name
-        assert box.y0 >= -1, name
-        assert box.x1 <= width + 1, name
-        assert box.y1 <= height + 1, name
 
 
 def test_figure_3_shows_means_over_seeds_and_says_how_many(sweep):

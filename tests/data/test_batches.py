@@ -1,6 +1,7 @@
 """`Batches`: the same images whatever the placement, labels of the images that are shown, and bad images."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -286,48 +287,51 @@ def test_a_worker_that_fails_or_dies_is_one_sentence():
 
 
 PROGRAM = """
-import sys, torch
+import sys
 sys.path.insert(0, {tests!r})
 from test_batches import Failing, make
 batches = make(Failing(lambda: 1 / 0), "streaming", 2).starting_at()
-print("started", flush=True)
-{use}
+next(batches)
+sys.exit(3)
 """
 
 
-def run_program(use):
-    program = PROGRAM.format(tests=os.path.dirname(__file__), use=use)
-    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_a_program_that_closes_nothing_ends_with_its_workers():
-    program = run_program("next(batches); sys.exit(3)")
-    _, errors = program.communicate(timeout=60)
-    assert program.returncode == 3, errors
+    """A new interpreter: what could hang is its exit."""
+    command = [sys.executable, "-c", PROGRAM.format(tests=os.path.dirname(__file__))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr
 
 
 def test_workers_end_with_a_program_that_is_killed():
-    use = (
-        "next(batches); import multiprocessing; print(*[p.pid for p in multiprocessing.active_children()], flush=True)"
-    )
-    program = run_program(use + "; import time; time.sleep(60)")
-    program.stdout.readline()
-    workers = [int(number) for number in program.stdout.readline().split()]
-    assert len(workers) == 2
-    # Ctrl-C and SIGTERM reach the workers too: the main process decides.
-    for worker in workers:
-        os.kill(worker, signal.SIGTERM)
-        os.kill(worker, signal.SIGINT)
-    time.sleep(0.2)
-    assert all(os.path.exists(f"/proc/{worker}") for worker in workers)
-    program.kill()
-    program.wait()
+    reading, writing = os.pipe()
+    program = os.fork()
+    if not program:
+        try:
+            batches = make(Failing(lambda: 1 / 0), "streaming", 2).starting_at()
+            next(batches)
+            os.write(writing, " ".join(str(one.pid) for one in multiprocessing.active_children()).encode())
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    workers = [int(number) for number in os.read(reading, 100).split()]
+    try:
+        assert len(workers) == 2
+        # Ctrl-C and SIGTERM reach the workers too: the main process decides.
+        for worker in workers:
+            os.kill(worker, signal.SIGTERM)
+            os.kill(worker, signal.SIGINT)
+        time.sleep(0.2)
+        assert all(is_running(worker) for worker in workers)
+    finally:
+        os.kill(program, signal.SIGKILL)
+        os.waitpid(program, 0)
+        os.close(reading)
     deadline = time.monotonic() + 30
     while any(is_running(worker) for worker in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    for stream in (program.stdout, program.stderr):
-        stream.close()
 
 
 def is_running(pid):

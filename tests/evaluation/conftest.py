@@ -1,5 +1,8 @@
 """A cache for each test, a run, labelled images of several kinds, and an encoder for them."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -42,12 +45,13 @@ def colours(tmp_path):
     return tmp_path / "colours"
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run of two steps."""
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, scene_cache):
+    """A run of two steps that nobody writes into."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
     config = TrainConfig(
         data="scenes:count=16,size=32",
-        out=str(tmp_path / "run"),
+        out=str(folder),
         encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2),
         predictor=PredictorConfig(width=16, depth=1, heads=2),
         optim=OptimConfig(epochs=1, batch_size=8, warmup_epochs=0.0, ema_start=0.9, ema_final=0.9),
@@ -55,8 +59,16 @@ def run(tmp_path):
         log=LogConfig(tensorboard=False),
         checkpoint=CheckpointConfig(every_steps=1),
     )
-    train(config, console=silent())
-    return tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
+        train(config, console=silent())
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of the run of two steps."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 @pytest.fixture

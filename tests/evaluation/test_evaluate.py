@@ -4,8 +4,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from ranks import run_ranks
 from rich.console import Console
 from safetensors.torch import save_file
 from small_trainings import silent
@@ -47,6 +46,7 @@ QUICK = evaluate_config()(
     video=VideoOptions(propagation=PropagationConfig(short_side=32)),
     speed=SpeedConfig(device="cpu", workers=0),
 )
+LAST = LinearOptions((True,), (1,))
 
 
 def complaint(capsys, *arguments):
@@ -91,11 +91,13 @@ def test_every_task_on_a_folder(run, colours):
 
 
 def test_clevr_tasks_on_scenes(run):
-    found = evaluate([str(run)], replace(QUICK, task=("clevr",), data="scenes:count=60,size=32"), silent())
+    config = replace(QUICK, task=("clevr",), data="scenes:count=60,size=32", linear=LAST)
+    found = evaluate([str(run)], config, silent())
     assert [(one.task, one.label, one.protocol["name"]) for one in found] == [
         ("clevr", "count", "clevr-count"),
         ("clevr", "distance", "clevr-dist"),
     ]
+    assert {score.name for score in found[0].scores if score.metric == "top1"} == {"top1", "last1/batch_norm/top1"}
 
 
 def test_all_tasks_of_scenes_are_those_of_stills_and_of_clips(run, monkeypatch):
@@ -128,7 +130,7 @@ def test_a_list_of_images(run, colours, tmp_path):
 def test_the_linear_probe_can_be_of_some_features_alone(run, alike):
     config = replace(QUICK, task=("linear",), data=str(alike))
     (both,) = evaluate([str(run)], config, silent())
-    (one,) = evaluate([str(run)], replace(config, linear=LinearOptions((True,), (1,))), silent())
+    (one,) = evaluate([str(run)], replace(config, linear=LAST), silent())
     assert {score.name for score in both.scores if score.metric == "top1"} == {
         "top1",
         *(f"{layers}{norm}/top1" for layers in ("last1", "last2") for norm in ("", "/batch_norm")),
@@ -349,7 +351,7 @@ def test_features_are_computed_once(run, colours, monkeypatch):
         return original(encoder)
 
     monkeypatch.setattr(subject_module, "encoder_fingerprint", fingerprint)
-    config = replace(QUICK, task=("linear", "knn"), data=str(colours))
+    config = replace(QUICK, task=("linear", "knn"), data=str(colours), linear=LAST)
     before = evaluate([str(run)], config, silent())
     assert len(looked) == 1, "the weights are hashed once, before they move to a GPU"
     monkeypatch.setattr("stop_mim.evaluation.features.Batches", lambda *_, **__: pytest.fail("they are stored"))
@@ -374,18 +376,14 @@ def test_images_are_decoded_for_the_first_encoder_alone(run, alike, monkeypatch)
 
 
 def test_two_processes_share_the_work(run, colours, tmp_path):
-    """Features and SGD heads under torchrun are those of one process."""
+    """Features and SGD heads of two processes are those of one."""
     options = [
         *("--task", "knn", "linear-sgd", "--data", str(colours), "--knn.neighbours", "3", "--speed.device", "cpu"),
         *("--linear-sgd.epochs", "1", "--linear-sgd.batch-size", "16", "--linear-sgd.lrs", "0.01"),
         *("--json", str(tmp_path / "two.json")),
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stop_mim"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STOP_MIM_CACHE": str(tmp_path / "own")}
-    ended = subprocess.run(
-        [*command, "evaluate", str(run), *options], env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert ended.returncode == 0, ended.stderr
+    assert run_ranks(2, main, ["evaluate", str(run), *options]) == [0, 0]
+    shutil.rmtree(tmp_path / "cache")
     two = read_results(tmp_path / "two.json")
     sgd = LinearSGDOptions(1, 16, (0.01,))
     one = evaluate([str(run)], replace(QUICK, task=("knn", "linear-sgd"), data=str(colours), linear_sgd=sgd), silent())

@@ -1,14 +1,10 @@
 """Linear heads and fine-tuning learn in two processes what they learn in one."""
 
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from small_trainings import ALONE, CONDITIONS, NEWTON, PLAIN, SPEED, WHOLE, coloured, small_encoder
 
 from stop_mim.evaluation.tasks.finetune import FinetuneTraining
@@ -35,30 +31,15 @@ def train(ranks, folder):
     return found | {"loss": trainings["finetune"].train_loss}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with process_group("cpu") as here:
-        torch.save(train(here, Path(sys.argv[1])), Path(sys.argv[1]) / f"results.{here.rank}")
+def train_in_two(folder):
+    """In a process of two."""
+    with process_group("cpu") as ranks:
+        torch.save(train(ranks, folder), folder / f"results.{ranks.rank}")
 
 
 def test_two_processes_learn_what_one_learns(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
+    assert run_ranks(2, train_in_two, tmp_path) == [0, 0]
     alone = train(ALONE, tmp_path)
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors
     first, second = (torch.load(tmp_path / f"results.{rank}", weights_only=True) for rank in (0, 1))
     assert first == second
     assert first["loss"] == pytest.approx(alone["loss"], rel=1e-3)

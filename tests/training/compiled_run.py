@@ -14,10 +14,13 @@ from stepping import make_batches
 from tiny_run import tiny_config, tiny_objective
 from torch._dynamo.utils import counters
 
+from stop_mim.masking import build_masks
+from stop_mim.models.build import build_objective
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.config import EncoderConfig, LogConfig, PositionsConfig, SpeedConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.pretrain import resume, train
+from stop_mim.training.recipes import find_recipe
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import TrainingStep, make_optimiser, read_outcomes
 
@@ -26,6 +29,7 @@ GROUPS = {
     "positions": PositionsConfig(sigma_start=0.5, sigma=2.0),
     "log": LogConfig(1, 1000, False),
 }
+RECIPES = ("stop-tiny-imagenet", "ijepa-tiny-imagenet", "stop-mae-tiny-imagenet", "stop-data2vec-tiny-imagenet")
 STILL = ScheduledValues(lr=0.0, weight_decay=0.0, ema_momentum=1.0)
 
 
@@ -54,6 +58,29 @@ def measure(device, compiles):
     return {"loss": outcome.loss, "norm": outcome.gradient_norm, "gradients": gradients, "noisy": noisy, "told": told}
 
 
+def graph_breaks():
+    """Why the compiler breaks the graph of each objective with each kind of noise, where it does."""
+    found = {}
+    for name in RECIPES:
+        kinds = [{}] if name.startswith("ijepa") else [{}, {"conditioned": True}, {"kind": "jittered"}]
+        for positions in kinds:
+            config = find_recipe(name)
+            config = replace(
+                config,
+                encoder=replace(config.encoder, width=32, depth=1, heads=2),
+                predictor=replace(config.predictor, width=32, depth=1, heads=2),
+                positions=replace(config.positions, **positions),
+                objective=replace(config.objective, target_layers=1),
+            )
+            objective = build_objective(config)
+            masks = build_masks(config.masks, objective.encoder.grid).sample(2)
+            torch._dynamo.reset()
+            told = torch._dynamo.explain(objective)(torch.randn(2, 3, 64, 64), masks, objective.draw_noise(masks))
+            if told.graph_count != 1 or told.graph_break_count:
+                found[f"{name} {positions}"] = [str(reason.reason) for reason in told.break_reasons]
+    return found
+
+
 def main(folder, device):
     torch.set_num_threads(1)
     found = {"compiled": measure(device, True), "eager": measure(device, False)}
@@ -64,6 +91,7 @@ def main(folder, device):
     train(replace(config, out=str(folder / "parts"), stop_after_steps=10), console=console)
     resume(folder / "parts", console=console)
     found["counters"] = {name: dict(counters[name]) for name in ("stats", "graph_break")}
+    found["breaks"] = graph_breaks() if device.type == "cpu" else {}
     torch.save(found | {"shown": console.file.getvalue()}, folder / "found.pt")
 
 

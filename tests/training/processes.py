@@ -1,63 +1,12 @@
-"""Several processes of one run on the CPU, as torchrun starts them; torch is imported once for all of them."""
+"""What several processes of one run do, and what each of them sees."""
 
 import io
-import multiprocessing
 import os
-import socket
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-
-TIMEOUT = 120
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["stop_mim.training.pretrain", "tiny_run"])
-
-
-def run_ranks(count, function, *arguments, timeout=TIMEOUT, fails=False):
-    """Call a function of a module in so many processes; return their exit codes, and their errors if it is to fail."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    failures = _context.SimpleQueue()
-    processes = [
-        _context.Process(target=_rank, args=(rank, count, port, failures, function, arguments)) for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    told = []
-    while not failures.empty():
-        told.append(failures.get())
-    assert fails or not told, "\n".join(told)
-    codes = [process.exitcode for process in processes]
-    return (codes, told) if fails else codes
-
-
-def _rank(rank, count, port, failures, function, arguments):
-    import torch
-
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
-    try:
-        function(*arguments)
-    except BaseException:
-        failures.put(traceback.format_exc())
-        raise
 
 
 def train_in(folder, config, resumes=False, shard_images=None, processes_on_host=None):

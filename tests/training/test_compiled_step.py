@@ -48,6 +48,11 @@ def test_nothing_failed_and_nothing_was_left_out(compiled):
     assert found["counters"]["stats"]["unique_graphs"] <= (1 if device == "cpu" else 2)
 
 
+def test_every_objective_with_every_kind_of_noise_is_one_graph(compiled):
+    """A break would split what the compiler can fuse."""
+    assert compiled[2]["breaks"] == {}
+
+
 def test_loss_and_gradients_are_those_of_the_plain_model(compiled):
     device, _, found = compiled
     ours, theirs = found["compiled"], found["eager"]

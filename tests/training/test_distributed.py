@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_ranks, train_and_watch, train_in
+from processes import train_and_watch, train_in
+from ranks import run_ranks
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_colours, write_images
 
 from stop_mim.errors import InputError

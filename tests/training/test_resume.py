@@ -91,8 +91,8 @@ def test_a_run_never_goes_on_from_new_weights_if_it_was_given_some(tmp_path, mon
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_finished_run_is_left_as_it_is_but_for_a_missing_or_stale_encoder(tmp_path):
-    run(tiny_config(out=tmp_path / "run"))
+def test_a_finished_run_is_left_as_it_is_but_for_a_missing_or_stale_encoder(tmp_path, finished):
+    shutil.copytree(finished, tmp_path / "run")
     encoder = load_file(tmp_path / "run" / "encoder.safetensors")
     files = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").iterdir()}
     result = go_on(tmp_path / "run")

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from processes import run_ranks, train_in
+from processes import train_in
 from quiet_run import go_on, run
+from ranks import run_ranks
 from tiny_run import checkpoint_at, tiny_config, write_colours
 from torch.distributed.tensor.debug import CommDebugMode
 

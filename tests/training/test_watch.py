@@ -6,7 +6,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from processes import run_ranks, train_in
+from processes import train_in
+from ranks import run_ranks
 from tiny_run import tiny_config, write_images
 
 from stop_mim.training.config import SpeedConfig
