@@ -1,11 +1,12 @@
 """Runs that are compiled, in a process of their own: without the checks of shapes, which no compiler can follow.
 
-python compiled_run.py FOLDER DEVICE writes what was found to FOLDER/found.pt.
+python compiled_run.py FOLDER DEVICE BACKEND writes what was found to FOLDER/found.pt.
 """
 
 import io
 import sys
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -81,8 +82,9 @@ def graph_breaks():
     return found
 
 
-def main(folder, device):
+def main(folder, device, backend):
     torch.set_num_threads(1)
+    torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend=backend)
     found = {"compiled": measure(device, True), "eager": measure(device, False)}
     console = Console(file=io.StringIO(), width=300)
     speed = SpeedConfig(device.type, batch_size_per_device=4, workers=0, compile=True)
@@ -96,4 +98,4 @@ def main(folder, device):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), torch.device(sys.argv[2]))
+    main(Path(sys.argv[1]), torch.device(sys.argv[2]), sys.argv[3])

@@ -13,10 +13,15 @@ import stop_mim
 from stop_mim.training.run_folder import read_metrics
 
 TOTAL = 21
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+# Without inductor, whose C++ takes a minute to compile, the graphs are traced and differentiated all the same.
+WAYS = [
+    ("cpu", "aot_eager"),
+    pytest.param(("cpu", "inductor"), marks=pytest.mark.slow),
+    pytest.param(("cuda", "inductor"), marks=pytest.mark.gpu),
+]
 
 
-@pytest.fixture(scope="module", params=["cpu", GPU])
+@pytest.fixture(scope="module", params=WAYS, ids=" ".join)
 def compiled(request, tmp_path_factory):
     """The device, the folder with the runs, and what was found in a process without the checks of these tests."""
     folder = tmp_path_factory.mktemp("compiled")
@@ -28,14 +33,14 @@ def compiled(request, tmp_path_factory):
         "STOP_MIM_CACHE": str(folder / "scenes"),
     }
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compiled_run.py")), str(folder), request.param],
+        [sys.executable, str(Path(__file__).with_name("compiled_run.py")), str(folder), *request.param],
         env=environment,
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return request.param, folder, torch.load(folder / "found.pt", weights_only=True)
+    return request.param[0], folder, torch.load(folder / "found.pt", weights_only=True)
 
 
 def test_nothing_failed_and_nothing_was_left_out(compiled):
