@@ -40,6 +40,8 @@ def _rank(rank, count, port, environment, failures, function, arguments):
     import torch
 
     torch.set_num_threads(1)
+    # A child of the fork server would start its own workers by another server.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ |= environment | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
