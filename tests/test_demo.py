@@ -16,10 +16,10 @@ from stop_mim.training.recipes import find_recipe
 @pytest.fixture
 def small_demo(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "TEST_SCENES", "scenes:count=300,size=32")
-    monkeypatch.setattr(demo, "LABELLED_SCENES", 100)
+    monkeypatch.setattr(demo, "TEST_SCENES", "scenes:count=120,size=32")
+    monkeypatch.setattr(demo, "LABELLED_SCENES", 60)
     config = find_recipe("demo")
-    return replace(config, data="scenes:count=128,size=32", optim=replace(config.optim, epochs=2, warmup_epochs=1))
+    return replace(config, data="scenes:count=64,size=32", optim=replace(config.optim, epochs=2, warmup_epochs=1))
 
 
 def test_the_demo_prints_a_table_and_draws_figures(small_demo, tmp_path):
