@@ -69,7 +69,7 @@ def blobs(generator, shape):
 def test_measures_are_their_definitions(shape):
     generator = np.random.default_rng(sum(shape))
     values = []
-    for _ in range(20 if max(shape) < 30 else 6):
+    for _ in range(8 if max(shape) > 100 else 20):
         predicted, truth = blobs(generator, shape), blobs(generator, shape)
         np.testing.assert_array_equal(boundary_map(truth), plain_boundary(truth))
         values.append(contour_accuracy(predicted, truth))
