@@ -50,7 +50,7 @@ def cached_file(
     """Return the file of that name in the cache folder, written first if it is missing, damaged or not valid.
 
     Args:
-        name: relative path, with a key of all that the contents depend on.
+        name: path, relative to the cache folder, with a key of all that the contents depend on.
         write: writes the file at the path that it is given, and returns what is to be recorded.
         needed_bytes: space that the file needs; with less on the disk nothing is written.
         checked: compare the whole file with its checksum, not only its size.
@@ -78,6 +78,11 @@ def cached_file(
             f"The cache folder {path.parent} cannot be written ({error.strerror or error}): set STOP_MIM_CACHE to a "
             "folder with room."
         ) from error
+
+
+def is_cached(path: Path) -> bool:
+    """Return whether a file of the cache is there and has its recorded size."""
+    return _read(path, False, lambda record: True) is not None
 
 
 def _write(path: Path, write: Callable[[Path], Record | None], checked: bool) -> Record:

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import TestView, normalise, resize_batch
 from stop_mim.data.batches import Batches, Placement
-from stop_mim.data.cache import cache_folder, require_writable_cache
+from stop_mim.data.cache import cache_folder, cached_file, is_cached, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
-from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_atomically
 from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.training.callbacks.probe import evaluation_mode
 from stop_mim.training.distributed import Ranks, wait_for_all
@@ -159,10 +158,9 @@ def extract_features(
     """
     images = np.arange(len(source)) if images is None else images
     chunks = range(-(-len(images) // CHUNK_IMAGES))
-    mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
+    mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not is_cached(_chunk_file(folder, c))]
     if mine:
         require_writable_cache(folder)
-        remove_temporaries(folder, ["chunk-*"], older_than_s=SECONDS_A_DAY)
         starts = torch.from_numpy(images[::CHUNK_IMAGES].copy())
         here = np.concatenate([images[c * CHUNK_IMAGES : (c + 1) * CHUNK_IMAGES] for c in mine])
         order = SequentialOrder(here, batch_size)
@@ -225,7 +223,7 @@ def _write_chunk(path: Path, parts: list[tuple[Tensor, Tensor]]) -> None:
             "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
         )
     tensors = {"features": features.cpu(), "indices": indices}
-    write_atomically(path, lambda file: save_file(tensors, file))
+    cached_file(str(path), lambda draft: save_file(tensors, draft), checked=False)
 
 
 def _chunk_file(folder: Path, chunk: int) -> Path:

@@ -93,7 +93,8 @@ def test_several_processes_share_the_chunks(encoder, colours, tmp_path, small_ch
     source, together = open_source(str(colours)), tmp_path / "together"
     with pytest.raises(FileNotFoundError, match=r"chunk-000000.safetensors"):
         extract(encoder, source, together, Ranks(1, 2, 2, CPU))  # the other one has not done its part yet
-    assert sorted(path.name for path in together.iterdir()) == [f"chunk-{n:06d}.safetensors" for n in (1, 3)]
+    chunks = sorted(path.name for path in together.glob("*.safetensors"))
+    assert chunks == [f"chunk-{n:06d}.safetensors" for n in (1, 3)]
     shared = extract(encoder, source, together, Ranks(0, 2, 2, CPU))
     torch.testing.assert_close(shared.on(CPU), extract(encoder, source, tmp_path / "alone").on(CPU))
 
@@ -211,8 +212,11 @@ def test_features_that_are_not_finite_are_refused(encoder, colours, tmp_path):
     assert not list((tmp_path / "f").glob("*.safetensors"))
 
 
-def test_a_damaged_file_is_refused(encoder, colours, tmp_path):
-    extract(encoder, open_source(str(colours)), tmp_path / "f")
-    (tmp_path / "f" / "chunk-000000.safetensors").write_bytes(b"nothing")
+def test_a_damaged_file_is_written_again_or_refused(encoder, colours, tmp_path):
+    source, file = open_source(str(colours)), tmp_path / "f" / "chunk-000000.safetensors"
+    before = extract(encoder, source, tmp_path / "f").on(CPU)
+    file.write_bytes(b"nothing")
+    assert torch.equal(extract(encoder, source, tmp_path / "f").on(CPU), before)
+    file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(InputError, match=r"chunk-000000.*delete the file"):
-        extract(encoder, open_source(str(colours)), tmp_path / "f")
+        extract(encoder, source, tmp_path / "f")
