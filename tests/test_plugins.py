@@ -2,11 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
-import traceback
 from pathlib import Path
-
-from stop_mim.cli import main
 
 PLUGINS = {
     "my_source": """
@@ -125,26 +123,15 @@ def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_w
     for name, text in PLUGINS.items():
         (tmp_path / f"{name}.py").write_text(text)
     command = ["sweep", "loudness", "--scale", "seconds", "--seeds", "0", "--variants", "loud"]
-    child = os.fork()
-    if not child:
-        # In a process of its own: what plugins register stays.
-        code = 1
-        try:
-            os.chdir(tmp_path)
-            sys.path.insert(0, str(tmp_path))
-            os.environ |= {
-                "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),
-                "STOP_MIM_PLUGINS": ",".join(PLUGINS),
-                "STOP_MIM_CACHE": str(scene_cache),
-                "OMP_NUM_THREADS": "1",
-            }
-            main([*command, "--positions.covariance", "scalar", *TINY])
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),
+        "STOP_MIM_PLUGINS": ",".join(PLUGINS),
+        "STOP_MIM_CACHE": str(scene_cache),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "stop_mim", *command, "--positions.covariance", "scalar", *TINY]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     sweep = tmp_path / "runs" / "sweep-loudness-seconds"
     summary = json.loads((sweep / "summary.json").read_text())
     assert (summary["failed"], summary["unfinished"]) == ({}, [])

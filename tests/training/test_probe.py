@@ -253,7 +253,7 @@ def test_a_probe_changes_no_bit_of_a_run_and_its_scores_are_shown(tmp_path, colo
     others = [{name: line[name] for name in line if name not in NAMES} for line in lines]
     assert others == comparable(tmp_path / "without")
     scored = [line for line in lines if NAMES[0] in line]
-    last = rf"training 21/21 .* probe {scored[-1][NAMES[0]]:.1f} kNN {scored[-1][NAMES[1]]:.1f}$"
+    last = rf"training 21/21 .* probe {scored[-1][NAMES[0]]:.1f} kNN {scored[-1][NAMES[1]]:.1f} at step 21"
     assert re.search(last, text, re.MULTILINE)
     assert "colours; 3 classes, 36 labelled images, scored on 12 others" in text
     events = EventAccumulator(str(tmp_path / "with" / "tensorboard"))
