@@ -241,7 +241,10 @@ class Sweep:
         from stop_mim.sweeps.plan import base_config
         from stop_mim.training.derived import following
 
-        default = following(base_config(self.run.config), given_options(overrides))
+        given = given_options(overrides)
+        if "seed" in given:
+            raise InputError(f"--seed is {given['seed']}: a sweep has several seeds; give --seeds {given['seed']}.")
+        default = following(base_config(self.run.config), given)
         base, unknown = parse(pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=default, prog="stop-mim sweep")
         refuse_unknown(unknown, self, base)
         axes = self._axes(base)

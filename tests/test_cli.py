@@ -126,6 +126,7 @@ def test_the_export_formats_that_the_command_line_knows_are_the_registered_ones(
         (["pretrain", "demo", "--optim.lr"], "--optim.lr has no value: give a number."),
         (["pretrain", "demo", "--encoder.image-size", "3"], "--encoder.image-size is '3': give 2 whole numbers."),
         (["sweep", "tokens", "--seeds", "a"], "--seeds is 'a': give one or more whole numbers."),
+        (["sweep", "tokens", "--seed", "3"], "give --seeds 3."),
         (["pretrain", "demo", "--optim.learning-rate", "1"], "did you mean --optim.lr?"),
         (["pretrain", "ijepa"], "did you mean 'ijepa-vitb16' or 'ijepa-vitl16'"),
         (["pretrain", "demo", "--positions.sigma", "-0.5"], "positions.sigma is -0.5"),
