@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count, repeat
+from itertools import count
 from types import TracebackType
 from typing import Literal, NamedTuple
 
@@ -37,7 +37,7 @@ from stop_mim.data.decode import (
 )
 from stop_mim.data.image_source import ImageSource, common_size, first_good
 from stop_mim.data.lookahead import mapped, prefetched
-from stop_mim.data.order import Order
+from stop_mim.data.order import BLOCKS_AHEAD, Order
 from stop_mim.data.stored import Progress, StoredImages, is_cacheable, store_images
 from stop_mim.errors import InputError
 from stop_mim.options import Decode, LoaderMode
@@ -142,7 +142,7 @@ class Batches:
         numbers = count(batch) if self.order.length is None else range(batch, self.order.length)
         requests = (_Request(self.order.epoch_of(number), self.order.indices(number)) for number in numbers)
         if self.source.blocks is not None:
-            requests = _fetched(requests, self.source)
+            requests = _fetched(requests, self.source, self.source.blocks)
         with closing(self._reader.read(requests)) as batches:
             for read in batches:
                 for description in read.bad:
@@ -236,20 +236,32 @@ class Batches:
         return None, obstacle if self.device.type == "cuda" else ""
 
 
-def _fetched(requests: Iterator[_Request], source: ImageSource) -> Generator[_Request, None, None]:
+def _fetched(
+    requests: Iterator[_Request], source: ImageSource, ends: Int[np.ndarray, " blocks"]
+) -> Generator[_Request, None, None]:
     """Yield the requests once their blocks are here; those of later ones are fetched meanwhile."""
-    waiting: deque[tuple[_Request, Future[None]]] = deque()
-    with ThreadPoolExecutor(1, "fetch") as fetcher:
-        try:
-            for request in chain(requests, repeat(None, _FETCHED_AHEAD)):
-                if request is not None:
-                    waiting.append((request, fetcher.submit(source.fetch, request.indices.numpy())))
-                if waiting and (request is None or len(waiting) > _FETCHED_AHEAD):
-                    ready, fetched = waiting.popleft()
-                    fetched.result()
-                    yield ready
-        finally:
-            fetcher.shutdown(cancel_futures=True)
+    waiting: deque[tuple[_Request, set[int], Future[None]]] = deque()
+
+    def first() -> _Request:
+        request, _, fetched = waiting.popleft()
+        fetched.result()
+        return request
+
+    fetcher = ThreadPoolExecutor(1, "fetch")
+    try:
+        for request in requests:
+            indices = request.indices.numpy()
+            blocks = set(np.searchsorted(ends, indices, side="right").tolist())
+            # More blocks than are kept must never be waited for.
+            while waiting and len(blocks.union(*(one for _, one, _ in waiting))) > BLOCKS_AHEAD:
+                yield first()
+            waiting.append((request, blocks, fetcher.submit(source.fetch, indices)))
+            if len(waiting) > _FETCHED_AHEAD:
+                yield first()
+        while waiting:
+            yield first()
+    finally:
+        fetcher.shutdown(cancel_futures=True)
 
 
 def choose_mode(

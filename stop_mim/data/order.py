@@ -13,6 +13,8 @@ from stop_mim.seeds import seeded_generator
 LEAST_IMAGES_A_BATCH = 2
 BLOCKS_TOGETHER = 16
 """Blocks whose images are mixed, where images are read block by block."""
+BLOCKS_AHEAD = 32
+"""Blocks that are fetched before they are read, at most."""
 
 
 @runtime_checkable

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 
 from stop_mim.data.cache import cached_file, gib_from, record_path
 from stop_mim.data.image_source import digest
-from stop_mim.data.order import BLOCKS_TOGETHER
+from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
 
 REMOTE_GIB = 50.0
 """Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
+BLOCKS_KEPT = 2 * BLOCKS_TOGETHER + BLOCKS_AHEAD
+"""Files that are kept whatever their size: those in use, those fetched ahead, and some more."""
 ATTEMPTS = 4
 # What a store calls the version of a file; the first that it has.
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
@@ -130,10 +132,15 @@ def attempted(url: str, work: Callable[[], Result]) -> Result:
 def _forget_oldest(folder: Path) -> None:
     """Remove the files that were not used for longest, beyond the limit; those in use together always stay."""
     limit, total = gib_from("STOP_MIM_REMOTE_GIB", REMOTE_GIB), 0
-    states = [(path, path.stat()) for path in folder.iterdir() if path.suffix != ".json" and path.name[0] != "."]
+    states = []
+    for path in folder.iterdir():
+        # Another thread or process may remove files meanwhile.
+        with suppress(FileNotFoundError):
+            if path.suffix != ".json" and path.name[0] != ".":
+                states.append((path, path.stat()))
     states.sort(key=lambda item: item[1].st_mtime_ns, reverse=True)
     for number, (path, state) in enumerate(states):
         total += state.st_size
-        if total > limit and number >= 2 * BLOCKS_TOGETHER:
+        if total > limit and number >= BLOCKS_KEPT:
             record_path(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
