@@ -127,9 +127,6 @@ class TwoPlaces(Positions):
     def table(self):
         return torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0]])
 
-    def resized(self, grid):
-        raise NotImplementedError
-
 
 def test_two_positions_are_decoded_as_often_as_theory_says():
     # The best decoder errs where the noise along the difference is beyond half of it.
