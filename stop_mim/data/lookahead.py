@@ -165,7 +165,8 @@ def _serve(work: Callable[[Any], Any], pipe: connection.Connection, others: list
     while pipe in connection.wait([pipe, *ends]):
         try:
             request = pipe.recv()
-        except EOFError:
+        # The second, if the parent was killed before it had read all answers.
+        except (EOFError, ConnectionResetError):
             return
         try:
             answer = (True, work(request))
@@ -174,7 +175,7 @@ def _serve(work: Callable[[Any], Any], pipe: connection.Connection, others: list
             answer = (False, error)
         try:
             pipe.send(answer)
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             return
         except Exception as error:
             # What cannot be pickled.

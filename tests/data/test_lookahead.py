@@ -1,5 +1,7 @@
 """Work that is done ahead: the same items in the same order, errors at their place, and an early end."""
 
+import os
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -63,6 +65,22 @@ def test_workers_keep_the_order_and_take_so_many_requests_ahead(workers):
     assert len(taken) == (5 if workers else 1)
     assert list(results) == [(number, number**2) for number in range(1, 20)]
     assert not list(mapped(abs, [], workers, ahead=5))
+
+
+def test_a_worker_whose_parent_is_killed_with_unread_results_ends_in_silence(capfd):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        results = mapped(abs, range(9), workers=1, ahead=5)
+        next(results)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writer)
+    os.waitpid(child, 0)
+    # The pipe ends when the worker, which has inherited it, has ended.
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    assert capfd.readouterr().err == ""
 
 
 @dataclass
