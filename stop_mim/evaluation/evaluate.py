@@ -34,6 +34,7 @@ from stop_mim.tables import check_table_file, write_tables
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.run_folder import environment
+from stop_mim.training.watch import watch
 
 # Up to so many images, a run's network is scored with its initial weights too, unless the user decides.
 MOST_IMAGES_OF_BASELINES = 20_000
@@ -55,10 +56,12 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
     _check_outputs(config)
     # A shell completes the name of a directory with a slash.
     names = list(dict.fromkeys(name.rstrip("/") or name for name in names))
-    with process_group(config.speed.device) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
+    with process_group(config.speed) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
+        watch.mark("start-up, opening data and encoders")
         work = _open_work(names, config, ranks, display)
         measured: list[Evaluation] = []
         for task in work:
+            watch.mark(f"the task {task.name} with {task.subject.name}")
             measured.append(_evaluation(task, ranks))
             if ranks.is_main:
                 add_results(_results_file(task.subject, config), measured[-1:])

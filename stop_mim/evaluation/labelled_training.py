@@ -37,6 +37,7 @@ from stop_mim.training.distributed import Ranks, any_rank, broadcast, reduce_mea
 from stop_mim.training.inputs import workers_for
 from stop_mim.training.step import Outcome
 from stop_mim.training.trainer import Callback, Trainer
+from stop_mim.training.watch import watch
 
 # Learning rates are for batches of this size, and scaled linearly.
 LR_IMAGES = 256
@@ -178,6 +179,7 @@ class LabelledTraining(Callback, ABC):
         with closing(batches.starting_at()) as found:
             for images, labels, _ in found:
                 assert labels is not None
+                watch.moves()
                 right = right + _hits(self.predict(images), labels).sum(1)
                 count += len(labels)
         return (100 * reduce_mean(right, ranks) / reduce_mean(count, ranks)).float()

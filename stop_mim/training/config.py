@@ -96,7 +96,7 @@ class SpeedConfig(Checked, group="speed"):
     reshard: Annotated[bool, OnlyWith("speed.sharding", ("full", "hybrid"))] = True
     """Free gathered weights after a layer's forward pass: less memory, a third more communication."""
     timeout_minutes: Annotated[float, ABOVE_ZERO] = 5.0
-    """Several processes end, and name the one that is stuck, after so long without a step."""
+    """Several processes end, and name the one that is stuck, if none of them moves for so long."""
     recompute: bool = False
     """Recompute activations of the layers in the backward pass: less memory, about a third slower."""
 

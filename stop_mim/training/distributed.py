@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.errors import InputError, ProcessLost
-from stop_mim.training.config import Sharding
+from stop_mim.training.config import Sharding, SpeedConfig
+from stop_mim.training.watch import watch
 
 
 @dataclass(frozen=True)
@@ -36,32 +37,35 @@ class Ranks:
 
 
 @contextmanager
-def process_group(device_name: str = "auto", alone_too: bool = False) -> Iterator[Ranks]:
-    """Join the process group if torchrun started several processes; an existing group is used as it is.
+def process_group(speed: SpeedConfig) -> Iterator[Ranks]:
+    """Join the process group if torchrun started several processes, and watch them; an existing group is used as it is.
 
     Several runs in one process need one such context around them: torch cannot join the same group twice. A single
-    process gets a group of its own if it is asked for with `alone_too`.
+    process gets a group of its own if it shards.
     """
     joined, local_rank = dist.is_initialized(), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
-    device = choose_device(device_name, local_rank)
+    rank = dist.get_rank() if joined else int(os.environ.get("RANK", "0"))
+    device = choose_device(speed.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size == 1 and not alone_too:
+    if world_size == 1 and speed.sharding == "none":
         yield Ranks(0, 1, 1, device)
         return
-    if not joined:
-        # Sharded checkpoints are saved from the CPU's memory, in the background.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        else:
-            dist.init_process_group(backend)
-    try:
-        yield Ranks(dist.get_rank(), world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device)
-    finally:
-        if not joined and not isinstance(sys.exception(), ProcessLost):
-            dist.destroy_process_group()
+    with watch.over(rank, world_size, 60 * speed.timeout_minutes), watch.explaining():
+        if not joined:
+            # Sharded checkpoints are saved from the CPU's memory, in the background.
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            if world_size == 1:
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            else:
+                dist.init_process_group(backend)
+        try:
+            with watch.explaining():
+                yield Ranks(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device)
+        finally:
+            if not joined and not isinstance(sys.exception(), ProcessLost):
+                dist.destroy_process_group()
 
 
 def choose_device(name: str, local_rank: int = 0) -> torch.device:
@@ -197,8 +201,9 @@ def any_rank(flag: bool, ranks: Ranks) -> bool:
     if ranks.world_size == 1:
         return flag
     value = torch.tensor(float(flag), device=ranks.device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value)
+    with watch.waits():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return bool(value)
 
 
 def broadcast(value: Any, ranks: Ranks) -> Any:
@@ -206,7 +211,8 @@ def broadcast(value: Any, ranks: Ranks) -> Any:
     if ranks.world_size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    with watch.waits():
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
@@ -215,7 +221,8 @@ def require_same(what: str, value: object, ranks: Ranks) -> None:
     if ranks.world_size == 1:
         return
     values: list[object] = [None] * ranks.world_size
-    dist.all_gather_object(values, value)
+    with watch.waits():
+        dist.all_gather_object(values, value)
     others = [rank for rank, other in enumerate(values) if other != values[0]]
     if others:
         raise InputError(
@@ -226,4 +233,5 @@ def require_same(what: str, value: object, ranks: Ranks) -> None:
 def wait_for_all(ranks: Ranks) -> None:
     """Wait until every process is here."""
     if ranks.world_size > 1:
-        dist.barrier()
+        with watch.waits():
+            dist.barrier()

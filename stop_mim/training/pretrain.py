@@ -40,7 +40,7 @@ from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
 from stop_mim.training.trial import Trial, settle, step_memory, take_trial_steps
-from stop_mim.training.watch import Watch
+from stop_mim.training.watch import watch
 
 REMEDY = "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint is not affected"
 
@@ -76,7 +76,7 @@ def train(
         initialise: called with the objective and a function `warn`; loads initial weights and returns a description of them.
     """
     check_effects(config)
-    with process_group(config.speed.device, config.speed.sharding != "none") as ranks:
+    with process_group(config.speed) as ranks:
         folder = RunFolder(Path(broadcast(str(config.out or default_path(recipe)), ranks)))
         folder.require_new()
         if ranks.is_main:
@@ -133,7 +133,7 @@ def resume(
             f"{path} was to begin with {weights}, which was never saved: start it again with another --out."
         )
     with (
-        process_group(config.speed.device, config.speed.sharding != "none") as ranks,
+        process_group(config.speed) as ranks,
         folder.lock(ranks.is_main),
         ProgressDisplay(console, ranks.is_main, folder.log) as display,
     ):
@@ -141,6 +141,7 @@ def resume(
             display.warn(f"{error} An older checkpoint is taken instead, as --or-older asks for.")
         parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
         if saved is not None:
+            watch.mark("start-up, loading the checkpoint")
             parts.trainer.restore(saved)
             # Its tensors are mapped: they would keep the file's space when it is replaced by newer ones.
             saved = None
@@ -176,20 +177,22 @@ def prepare(
 
     `before` is the identity of the run in the checkpoint that it continues from, see `identity_of`.
     """
+    watch.tell = folder.log
     if before is not None:
         config = load_as_before(config, before, ranks.device)
     inputs = StepInputs(config, ranks)
     trackers = open_trackers(folder, config) if ranks.is_main else []
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
     bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
+    watch.mark("start-up, opening the images")
     images = inputs.open_images(bad_images, partial(display.update, "decoding images"), display.say)
     identity = identity_of(inputs, images)
     # Local copies have other times, and the same contents.
     require_same(f"The data '{config.data}'", identity["contents"] or identity["data"], ranks)
     if before is not None:
         check_continuation(before, identity, config.data, display)
+    watch.mark("start-up, building the model")
     parts = assemble(config, inputs, images, display.say, display.warn)
-    parts.trainer.watch.tell = folder.log
     objective, log, steps_per_epoch = parts.objective, config.log, parts.steps_per_epoch
     measuring: list[Callback] = [WatchHealth(objective, log.health_every_steps, display.warn)]
     if probe_data is not None:
@@ -289,13 +292,13 @@ def assemble(
         seed=config.seed,
         warn=warn,
         remedy=REMEDY,
-        watch=Watch(ranks, 60 * speed.timeout_minutes),
     )
     return Parts(config, inputs, images, steps_per_epoch, objective, autocast, trainer)
 
 
 def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: ProgressDisplay) -> RunProbe:
     """Decode the labelled images in the main process; the other processes wait for it, or fail with it."""
+    watch.mark("start-up, decoding labelled images")
     config, ranks, probe, complaint = parts.config, parts.inputs.ranks, None, None
     if ranks.is_main:
         try:

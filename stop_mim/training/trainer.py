@@ -22,7 +22,7 @@ from stop_mim.seeds import derive_seed
 from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
 from stop_mim.training.distributed import Ranks, any_rank, wait_for_all
 from stop_mim.training.step import Outcome, StepOutcome, read_outcomes
-from stop_mim.training.watch import Watch
+from stop_mim.training.watch import watch
 
 MAX_NOT_FINITE_IN_A_ROW = 5
 ANSWER = "Stopping after this step; Ctrl-C again quits without saving."
@@ -85,7 +85,6 @@ class Trainer:
         ranks: this process among all; default: one process on the CPU.
         seed: each step gets a seed derived from this one and its number, the same in all processes.
         warn: shows a warning.
-        watch: names a process that is stuck or has ended.
         max_not_finite: steps in a row without a finite loss after which TrainingDiverged is raised, with `remedy`.
     """
 
@@ -103,13 +102,11 @@ class Trainer:
         warn: Callable[[str], None] = print,
         max_not_finite: int = MAX_NOT_FINITE_IN_A_ROW,
         remedy: str = "lower the learning rate",
-        watch: Watch | None = None,
     ) -> None:
         self.step, self.batches, self.schedule, self.total_steps = step, batches, schedule, total_steps
         self.model, self.optimiser, self.callbacks = model, optimiser, list(callbacks)
         self.ranks, self.seed, self.warn = ranks or Ranks(0, 1, 1, torch.device("cpu")), seed, warn
         self.max_not_finite, self.remedy = max_not_finite, remedy
-        self.watch = watch or Watch(self.ranks)
         self.done, self.end = 0, total_steps
         self.not_finite, self.not_finite_in_a_row = 0, 0
         self.loss = float("nan")
@@ -133,17 +130,16 @@ class Trainer:
         # A process whose other is killed is asked to stop as well, and must still say why.
         with catch_interruption(ANSWER if self.ranks.is_main else "") as interruption:
             try:
-                with self.watch:
+                with watch.explaining():
                     for callback in self._active():
                         callback.start(self)
                     with closing(self.batches(self.done)) as batches:
                         self._train(batches, interruption)
+                    watch.mark("the end of the training")
                     wait_for_all(self.ranks)
             except BaseException as error:
-                self.error = self.watch.explained(error)
-                if self.error is error:
-                    raise
-                raise self.error from None
+                self.error = error
+                raise
             finally:
                 self._end()
 
@@ -166,7 +162,7 @@ class Trainer:
             if reads or self.stops:
                 outcomes, unread = read_outcomes(unread), []
                 self._judge(outcomes)
-            self.watch.mark(f"step {self.done}, after the update")
+            watch.mark(f"step {self.done}, after the update")
             for callback in self._active():
                 callback.after_step(self, batch, outcomes)
 
@@ -175,9 +171,9 @@ class Trainer:
         for callback in self.callbacks:
             callback.before_step(self)
         self.values, self.measurements = self.schedule(self.done), {}
-        self.watch.mark(f"step {self.done + 1}, reading images")
+        watch.mark(f"step {self.done + 1}, reading images")
         batch = next(batches)
-        self.watch.mark(f"step {self.done + 1}, in the update")
+        watch.mark(f"step {self.done + 1}, in the update")
         outcome = self.step(batch, self.values, derive_seed(self.seed, "step", self.done, 0))
         self.done += 1
         return batch, outcome

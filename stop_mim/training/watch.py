@@ -1,18 +1,18 @@
-"""Watches the processes of a run: each tells where it stands, so that one that is stuck or has ended can be named."""
+"""Watches the processes of a run: each notes where it stands, so that one that is stuck or has ended can be named."""
 
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from stop_mim.errors import ProcessLost
-from stop_mim.training.distributed import Ranks
 
 SECONDS_BETWEEN_BEATS = 1.0
 # What gloo and NCCL say when the other end of a connection is gone.
@@ -26,110 +26,151 @@ class Place(NamedTuple):
     """How many places it has passed."""
     where: str
     seconds: float
-    """How long it has been there."""
+    """How long it has not moved."""
     beats: int
     """Counts up while the process lives."""
 
 
 class Watch:
-    """Ends this process with a sentence if it has waited for too long, and explains errors of lost connections.
+    """Ends all processes with a sentence if none of them has moved for too long, and explains errors of lost connections.
 
-    Args:
-        ranks: this process among all; one that is alone is not watched.
-        timeout: seconds without a new mark after which all processes end.
-        tell: also gets the sentence, in the process that prints it.
+    `tell` also gets the sentence, in the process that prints it.
     """
 
-    def __init__(self, ranks: Ranks, timeout: float = 300.0, tell: Callable[[str], None] | None = None) -> None:
-        self.ranks, self.timeout, self.tell = ranks, timeout, tell
-        self._place = (0, "the start", time.monotonic())
-        self._beats, self._over = 0, threading.Event()
+    def __init__(self) -> None:
+        self.tell: Callable[[str], None] | None = None
+        self._rank, self._world_size, self._timeout = 0, 1, 0.0
+        self._marks, self._where, self._moved, self._beats = 0, "the start", time.monotonic(), 0
         self._store: dist.TCPStore | None = None
         self._thread: threading.Thread | None = None
 
     def mark(self, where: str) -> None:
         """Note that this process gets to a place; all processes pass the same places in the same order."""
-        self._place = (self._place[0] + 1, where, time.monotonic())
+        self._marks, self._where, self._moved = self._marks + 1, where, time.monotonic()
 
-    def __enter__(self) -> "Watch":
-        if self.ranks.world_size > 1:
-            self.mark(self._place[1])
-            self._over.clear()
-            self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-            self._thread.start()
-        return self
+    def moves(self) -> None:
+        """Note that this process gets on with its work at the place where it is."""
+        self._moved = time.monotonic()
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        if self._thread is not None:
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Note that this process waits for all others here."""
+        where = self._where
+        self.mark(f"{where}, waiting for the others")
+        yield
+        self.mark(where)
+
+    @contextmanager
+    def over(self, rank: int, world_size: int, timeout: float) -> Iterator[None]:
+        """Watch this process, unless it is alone or already watched; `timeout` in seconds."""
+        if world_size == 1 or self._thread is not None:
+            yield
+            return
+        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self.mark("the start")
+        ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(ended,), name="watch", daemon=True)
+        self._thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
             self._thread.join(2 * SECONDS_BETWEEN_BEATS)
+            self._thread = self._store = self.tell = None
 
-    def _watch(self) -> None:
-        self._publish()
-        while not self._over.wait(SECONDS_BETWEEN_BEATS):
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise ProcessLost instead of an error that says that another process is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._thread is None or not is_lost(error):
+                raise
+            places, silent = self._look()
+            whom = describe(silent, places, silent) if silent else "another process of this run has ended"
+            message = f"The connection was lost: {whom}; 'resume' continues from the last checkpoint."
+            raise ProcessLost(message) from None
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(SECONDS_BETWEEN_BEATS):
             self._publish()
-            if time.monotonic() - self._place[2] > self.timeout:
+            if self._is_over():
                 self._end()
+            if time.monotonic() - self._moved > self._timeout:
+                self._judge()
 
     def _publish(self) -> None:
-        marks, where, since = self._place
         self._beats += 1
-        place = Place(marks, where, time.monotonic() - since, self._beats)
+        place = Place(self._marks, self._where, time.monotonic() - self._moved, self._beats)
         try:
             if self._store is None:
                 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
                 wait = timedelta(seconds=5)
                 self._store = dist.TCPStore(*address, is_master=False, timeout=wait, wait_for_workers=False)
-            self._store.set(f"stop-mim/place/{self.ranks.rank}", json.dumps(place))
+            self._store.set(_key(self._rank), json.dumps(place))
         except (KeyError, RuntimeError):
             # Without it, processes cannot be named.
             self._store = None
 
+    def _is_over(self) -> bool:
+        try:
+            return self._store is not None and self._store.check([_key("over")])
+        except RuntimeError:
+            return False
+
     def _places(self) -> dict[int, Place]:
         found: dict[int, Place] = {}
-        for rank in range(self.ranks.world_size):
+        for rank in range(self._world_size):
             try:
-                if self._store is not None and self._store.check([key := f"stop-mim/place/{rank}"]):
-                    found[rank] = Place(*json.loads(self._store.get(key)))
+                if self._store is not None and self._store.check([_key(rank)]):
+                    found[rank] = Place(*json.loads(self._store.get(_key(rank))))
             except RuntimeError:
                 break
         return found
 
     def _look(self) -> tuple[dict[int, Place], set[int]]:
-        """Return where all processes stand, and which of them do not move their beats any more."""
+        """Return where all processes stand, and which of the others do not move their beats any more."""
         before = self._places()
         for _ in range(3):
             time.sleep(SECONDS_BETWEEN_BEATS)
             self._publish()
         now = self._places()
         alive = {rank for rank, place in now.items() if rank not in before or place.beats > before[rank].beats}
-        return now, {rank for rank in range(self.ranks.world_size) if rank not in alive}
+        return now, set(range(self._world_size)) - alive - {self._rank}
+
+    def _judge(self) -> None:
+        """End all processes unless one of them moves; the first that is not to blame says why."""
+        places, silent = self._look()
+        if any(place.seconds < self._timeout for rank, place in places.items() if rank not in silent):
+            return
+        named = silent or last_of(places)
+        if self._rank != min((rank for rank in places if rank not in named), default=self._rank):
+            return
+        sentence = (
+            f"Nothing has moved for {self._timeout:.0f} s: {describe(named, places, silent)}. All processes end; "
+            "speed.timeout-minutes sets how long they wait, and 'resume' continues a run from its last checkpoint."
+        )
+        print(f"stop-mim: {sentence}", file=sys.stderr, flush=True)
+        if self.tell is not None:
+            self.tell(sentence)
+        with suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(_key("over"), "")
+        self._end()
 
     def _end(self) -> None:
-        places, silent = self._look()
-        named = silent or last_of(places)
-        speaks = min((rank for rank in places if rank not in named), default=min(places, default=0))
-        if self.ranks.rank == speaks:
-            sentence = (
-                f"No step for {self.timeout:.0f} s: {describe(named, places, silent)}. All processes end; 'resume' "
-                "continues from the last checkpoint, and speed.timeout-minutes sets how long they wait."
-            )
-            print(f"stop-mim: {sentence}", file=sys.stderr, flush=True)
-            if self.tell is not None:
-                self.tell(sentence)
-        else:
-            # The others end this process once one of them has ended: the sentence comes first.
-            time.sleep(2 * SECONDS_BETWEEN_BEATS)
+        # The process that holds the store must not be the first to end: the others read there that all is over.
+        time.sleep((4 if self._rank == 0 else 2) * SECONDS_BETWEEN_BEATS)
         os._exit(1)
 
-    def explained(self, error: BaseException) -> BaseException:
-        """Return the error, or ProcessLost if it says that another process is gone."""
-        if self.ranks.world_size == 1 or not is_lost(error):
-            return error
-        places, silent = self._look()
-        named = silent - {self.ranks.rank}
-        whom = describe(named, places, silent) if named else "another process of this run has ended"
-        return ProcessLost(f"The connection was lost: {whom}; 'resume' continues from the last checkpoint.")
+
+watch = Watch()
+"""Of this process."""
+
+
+def _key(name: object) -> str:
+    # Processes that torchrun starts again share the store of the first ones.
+    return f"stop-mim/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
 
 
 def is_lost(error: BaseException) -> bool:
@@ -147,7 +188,8 @@ def last_of(places: Mapping[int, Place]) -> set[int]:
 def describe(named: set[int], places: Mapping[int, Place], silent: set[int]) -> str:
     """Return which processes hold up the others, and where they stand."""
     if not named:
-        return "all processes wait for one another"
+        where = f" at {places[min(places)].where}" if places else ""
+        return f"all processes are stuck{where}"
     texts = []
     for rank in sorted(named)[:4]:
         state = "gives no sign of life" if rank in silent else "is stuck"

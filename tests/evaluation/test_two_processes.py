@@ -10,6 +10,7 @@ from small_trainings import ALONE, CONDITIONS, NEWTON, PLAIN, SPEED, WHOLE, colo
 from stop_mim.evaluation.tasks.finetune import FinetuneTraining
 from stop_mim.evaluation.tasks.linear_sgd import LinearTraining
 from stop_mim.training.checkpoint import read_checkpoint
+from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import process_group
 
 SGD, SHORT = replace(WHOLE, epochs=1, milestones=(), weight_decay=0.01), replace(NEWTON, epochs=1, weight_decay=0.01)
@@ -33,7 +34,7 @@ def train(ranks, folder):
 
 def train_in_two(folder):
     """In a process of two."""
-    with process_group("cpu") as ranks:
+    with process_group(SpeedConfig("cpu")) as ranks:
         torch.save(train(ranks, folder), folder / f"results.{ranks.rank}")
 
 

@@ -31,7 +31,7 @@ def train_and_watch(folder, mid_epoch):
 
     from stop_mim.models.ijepa import IJEPA
     from stop_mim.training import distributed, pretrain
-    from stop_mim.training.config import from_json
+    from stop_mim.training.config import SpeedConfig, from_json
     from stop_mim.training.inputs import StepInputs
 
     rank = int(os.environ["RANK"])
@@ -71,7 +71,7 @@ def train_and_watch(folder, mid_epoch):
     real_forward, IJEPA.forward = IJEPA.forward, forward
     real_run, pretrain.run = pretrain.run, remember
     real_open, StepInputs.open_images = StepInputs.open_images, open_images
-    with distributed.process_group("cpu") as ranks:
+    with distributed.process_group(SpeedConfig("cpu")) as ranks:
         seen["ranks"] = (ranks.rank, ranks.world_size, ranks.is_main)
         seen["any"] = [distributed.any_rank(rank == 1, ranks), distributed.any_rank(False, ranks)]
         seen["mean"] = distributed.reduce_mean(torch.tensor(float(rank)), ranks).item()

@@ -104,7 +104,7 @@ def test_a_damaged_shard_is_refused(runs, damage):
 
 def count_messages():
     """In a process of two: the target moves without a message, which a step does not."""
-    with process_group("cpu") as ranks:
+    with process_group(SpeedConfig("cpu")) as ranks:
         config = wanted("full")
         inputs = StepInputs(config, ranks)
         parts = pretrain.assemble(config, inputs, inputs.open_images(), print, print)

@@ -3,9 +3,10 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
+import pytest
 from processes import train_in
 from ranks import run_ranks
 from tiny_run import tiny_config, write_images
@@ -16,48 +17,72 @@ from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.watch import Place, describe, is_lost, last_of
 
 SPEED = SpeedConfig("cpu", batch_size_per_device=2, workers=0, timeout_minutes=0.05)
+FAULTS = ("stuck in a step", "stuck at the start", "killed", "other data")
 
 
-def train_badly(folder, config, what):
-    """Train in two processes, of which the second does something wrong in its third step."""
-    real = StepInputs.starting_at
+def train_badly(folder, fault):
+    """Train in two processes, of which the second does something wrong; what is printed goes to a file."""
+    os.dup2(os.open(folder / "printed.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    config = tiny_config(write_images(folder / f"images of {os.environ['RANK']}"), speed=SPEED)
+    if os.environ["RANK"] == "1":
+        real = StepInputs.starting_at
 
-    def starting_at(self, images, first_step):
-        for number, batch in enumerate(real(self, images, first_step), start=1):
-            if number == 3 and self.ranks.rank == 1:
-                if what == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
-            yield batch
+        def starting_at(self, images, first_step):
+            for number, batch in enumerate(real(self, images, first_step), start=1):
+                if number == 3:
+                    os.kill(os.getpid(), signal.SIGKILL) if fault == "killed" else time.sleep(60)
+                yield batch
 
-    StepInputs.starting_at = starting_at
-    if what == "other data" and os.environ["RANK"] == "1":
-        config = replace(config, data=str(write_images(Path(folder).parent / "others", count=57)))
-    train_in(folder, config)
+        if fault in ("stuck in a step", "killed"):
+            StepInputs.starting_at = starting_at
+        elif fault == "stuck at the start":
+            StepInputs.open_images = lambda *arguments: time.sleep(60)
+        else:
+            config = replace(config, data=str(write_images(folder / "others", count=57)))
+    train_in(folder / "run", config)
 
 
-def test_a_stuck_process_is_named_and_all_end(tmp_path):
-    codes, told = run_ranks(2, train_badly, tmp_path / "run", tiny_config(speed=SPEED), "stuck", fails=True)
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Where each fault happened, the exit codes and the errors; at the same time, since most of it is waiting."""
+
+    def end(fault):
+        folder = tmp_path_factory.mktemp("fault")
+        return folder, *run_ranks(2, train_badly, folder, fault, fails=True)
+
+    with ThreadPoolExecutor(len(FAULTS)) as threads:
+        return dict(zip(FAULTS, threads.map(end, FAULTS), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [("stuck in a step", "step 3, reading images"), ("stuck at the start", "start-up, opening the images")],
+)
+def test_a_stuck_process_is_named_and_all_end(ends, fault, where):
+    folder, codes, errors = ends[fault]
     assert codes == [1, 1]
-    assert not told
-    assert "process 1 is stuck at step 3, reading images" in (tmp_path / "run" / "log.txt").read_text()
+    assert not errors
+    (sentence,) = (folder / "printed.txt").read_text().splitlines()
+    assert sentence.startswith(f"stop-mim: Nothing has moved for 3 s: process 1 is stuck at {where}. All processes end")
+    begun = (folder / "run").exists()
+    assert begun == (fault == "stuck in a step")
+    assert not begun or sentence.removeprefix("stop-mim: ") in (folder / "run" / "log.txt").read_text()
 
 
-def test_a_killed_process_ends_the_others_with_a_sentence(tmp_path):
-    codes, told = run_ranks(2, train_badly, tmp_path / "run", tiny_config(speed=SPEED), "killed", fails=True)
+def test_a_killed_process_ends_the_others_with_a_sentence(ends):
+    folder, codes, errors = ends["killed"]
     assert codes[1] == -signal.SIGKILL
-    (text,) = told
+    (text,) = errors
     assert "ProcessLost: The connection was lost: process 1 gives no sign of life" in text
     assert "gloo" not in text
-    assert "process 1" in RunFolder(tmp_path / "run").status()["message"]
+    assert "process 1" in RunFolder(folder / "run").status()["message"]
 
 
-def test_processes_with_other_data_are_refused(tmp_path):
-    data = write_images(tmp_path / "images")
-    codes, told = run_ranks(2, train_badly, tmp_path / "run", tiny_config(data, speed=SPEED), "other data", fails=True)
+def test_processes_with_other_data_are_refused(ends):
+    folder, codes, errors = ends["other data"]
     assert codes == [1, 1]
-    assert all("of process 1 differ from those of process 0" in text for text in told)
-    assert not (tmp_path / "run").exists()
+    assert all("of process 1 differ from those of process 0" in text for text in errors)
+    assert not (folder / "run").exists()
 
 
 def test_who_is_behind_is_named():
@@ -66,7 +91,7 @@ def test_who_is_behind_is_named():
     assert last_of({0: ahead, 1: ahead}) == set()
     assert describe({1}, {0: ahead, 1: behind}, set()) == "process 1 is stuck at step 3, reading images"
     assert describe({2}, {0: ahead}, {2}) == "process 2 gives no sign of life"
-    assert describe(set(), {}, set()) == "all processes wait for one another"
+    assert describe(set(), {}, set()) == "all processes are stuck"
     assert is_lost(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert not is_lost(RuntimeError("shapes"))
     assert not is_lost(ValueError("Connection closed"))

@@ -26,6 +26,7 @@ from stop_mim.errors import first_line, printable
 from stop_mim.training.run_folder import RunFolder, RunState
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
+from stop_mim.training.watch import watch
 
 # Lines outside of a terminal: a second after the first, then after twice as long each time.
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
@@ -118,6 +119,7 @@ class ProgressDisplay:
 
     def update(self, name: str, done: int, total: int, values: str = "") -> None:
         """Show how much of the work of that name is done, and the time that is left."""
+        watch.moves()
         is_new = name not in self._paces
         ends = self._paces.setdefault(name, Pace()).end(done, total)
         if self._live:
