@@ -9,37 +9,39 @@ import dataclasses
 import math
 import operator
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 from stop_mim.errors import InputError
 
 
-@runtime_checkable
-class Constraint(Protocol):
+@dataclass(frozen=True)
+class Constraint:
     """A condition on one value, and what to do where it does not hold."""
 
     remedy: str
+    condition: Callable[[Any], bool]
 
     def holds(self, value: Any) -> bool:
-        """Whether the value is allowed."""
-        ...
+        """Return whether the value is allowed; one of a wrong type is not."""
+        try:
+            return self.condition(value)
+        except (TypeError, ValueError):
+            return False
 
 
-@dataclass(frozen=True)
-class Number:
+def Number(
+    remedy: str,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+) -> Constraint:
     """A finite number within bounds."""
-
-    remedy: str
-    at_least: float = -math.inf
-    above: float = -math.inf
-    at_most: float = math.inf
-    below: float = math.inf
-
-    def holds(self, value: Any) -> bool:
-        inside = self.at_least <= value <= self.at_most and self.above < value < self.below
-        return math.isfinite(value) and inside
+    return Constraint(
+        remedy, lambda value: math.isfinite(value) and at_least <= value <= at_most and above < value < below
+    )
 
 
 ABOVE_ZERO = Number("give a number above 0", above=0)
@@ -51,45 +53,27 @@ COUNT = Number("give a number from 1 to 1,000,000,000", at_least=1, at_most=10**
 AT_LEAST_ZERO = Number("give 0 or a positive number", at_least=0)
 FRACTION = Number("give a number from 0 to 1", at_least=0, at_most=1)
 FRACTION_BELOW_ONE = Number("give a number from 0 to below 1", at_least=0, below=1)
+PERCENTAGE = Constraint(
+    "give a percentage such as 5%", lambda value: value.endswith("%") and 0 <= float(value[:-1]) <= 100
+)
 
 
-class Percentage:
-    """A text such as 5%, from 0% to 100%."""
-
-    remedy = "give a percentage such as 5%"
-
-    def holds(self, value: Any) -> bool:
-        return value.endswith("%") and 0 <= float(value[:-1]) <= 100
-
-
-@dataclass(frozen=True)
-class Each:
+def Each(constraint: Constraint) -> Constraint:
     """Every element of a tuple meets a constraint; the tuple is not empty."""
-
-    constraint: Constraint
-
-    @property
-    def remedy(self) -> str:
-        return f"{self.constraint.remedy}, for each element"
-
-    def holds(self, value: Any) -> bool:
-        return len(value) > 0 and all(self.constraint.holds(element) for element in value)
+    remedy = f"{constraint.remedy}, for each element"
+    return Constraint(remedy, lambda value: len(value) > 0 and all(map(constraint.holds, value)))
 
 
-@dataclass(frozen=True)
-class Interval:
+def Interval(at_most: float = math.inf) -> Constraint:
     """Two finite numbers above zero, the smaller one first."""
+    bound = "" if math.isinf(at_most) else f" of at most {at_most:g}"
+    remedy = f"give two numbers{bound} above 0, the smaller one first"
 
-    at_most: float = math.inf
-
-    @property
-    def remedy(self) -> str:
-        bound = "" if math.isinf(self.at_most) else f" of at most {self.at_most:g}"
-        return f"give two numbers{bound} above 0, the smaller one first"
-
-    def holds(self, value: Any) -> bool:
+    def holds(value: Any) -> bool:
         low, high = value
-        return 0 < low <= high <= self.at_most and math.isfinite(high)
+        return 0 < low <= high <= at_most and math.isfinite(high)
+
+    return Constraint(remedy, holds)
 
 
 @dataclass(frozen=True)
@@ -119,14 +103,15 @@ class Checked:
             cls.GROUP = group
 
     def __post_init__(self) -> None:
-        for name, kind, constraints in _constraints(type(self)):
-            value = getattr(self, name)
-            if value is None and _is_optional(kind):
+        for field, kind, extras in _fields(type(self)):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and type(None) in typing.get_args(kind):
                 continue
             choices = _choices(kind)
             self.require(name, not choices or value in choices, f"choose {' or '.join(map(str, choices))}")
-            for constraint in constraints:
-                self.require(name, _holds(constraint, value), constraint.remedy)
+            for constraint in extras:
+                if isinstance(constraint, Constraint):
+                    self.require(name, constraint.holds(value), constraint.remedy)
 
     def require(self, name: str, holds: bool, remedy: str) -> None:
         """Raise InputError, with the field's name and value and the remedy, unless the condition holds."""
@@ -147,50 +132,26 @@ def check_effects(config: Any) -> None:
 
 
 def _effects(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, OnlyWith]]:
-    hints = _hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for field, _, extras in _fields(type(config)):
+        path, value = f"{prefix}{field.name}", getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _effects(value, f"{prefix}{field.name}.")
-        for extra in getattr(hints[field.name], "__metadata__", ()):
+            yield from _effects(value, f"{path}.")
+        for extra in extras:
             if isinstance(extra, OnlyWith):
-                yield f"{prefix}{field.name}", value, field.default, extra
+                yield path, value, field.default, extra
 
 
-def _holds(constraint: Constraint, value: Any) -> bool:
-    try:
-        return constraint.holds(value)
-    except (TypeError, ValueError):
-        return False
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
-
-
-def _constraints(kind: type) -> list[tuple[str, Any, list[Constraint]]]:
-    hints = _hints(kind)
-    return [
-        (
-            field.name,
-            hints[field.name],
-            [extra for extra in getattr(hints[field.name], "__metadata__", ()) if isinstance(extra, Constraint)],
-        )
-        for field in dataclasses.fields(kind)
-    ]
-
-
-def _plain(kind: Any) -> Any:
-    return typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
-
-
-def _is_optional(kind: Any) -> bool:
-    return type(None) in typing.get_args(_plain(kind))
+def _fields(config: type) -> Iterator[tuple[dataclasses.Field[Any], Any, tuple[Any, ...]]]:
+    """Yield each field, its type, and what `Annotated` adds to it."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    for field in dataclasses.fields(config):
+        hint = hints[field.name]
+        extras = getattr(hint, "__metadata__", ())
+        yield field, typing.get_args(hint)[0] if extras else hint, extras
 
 
 def _choices(kind: Any) -> list[object]:
-    plain = _plain(kind)
-    # The elements of a tuple are checked by whoever reads them.
-    parts = () if typing.get_origin(plain) is tuple else typing.get_args(plain)
-    literals = [part for part in (plain, *parts) if typing.get_origin(part) is Literal]
+    """Return the values of a Literal, alone or in a union; the elements of a tuple are checked by whoever reads them."""
+    parts = () if typing.get_origin(kind) is tuple else typing.get_args(kind)
+    literals = [part for part in (kind, *parts) if typing.get_origin(part) is Literal]
     return [choice for part in literals for choice in typing.get_args(part)]

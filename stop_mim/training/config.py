@@ -17,11 +17,11 @@ from stop_mim.constraints import (
     COUNT,
     FRACTION,
     FRACTION_BELOW_ONE,
+    PERCENTAGE,
     Checked,
     Each,
     Number,
     OnlyWith,
-    Percentage,
 )
 from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
@@ -168,7 +168,7 @@ class TrainConfig(Checked):
 
     data: str = "scenes"
     """Images: scenes, a folder, a parquet file or glob, torchvision:NAME, hf:OWNER/NAME or wds:SHARDS."""
-    max_bad: Annotated[str, Percentage(), tyro.conf.arg(aliases=["--data.max-bad"])] = "1%"
+    max_bad: Annotated[str, PERCENTAGE, tyro.conf.arg(aliases=["--data.max-bad"])] = "1%"
     """Images that may be unreadable: they are skipped and listed, and more than these stop the run."""
     out: str | None = None
     """Run directory; not given: runs/RECIPE-DATE-TIME."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 
-from stop_mim.constraints import ABOVE_ZERO, Checked, Each
+from stop_mim.constraints import ABOVE_ZERO, Checked, Constraint, Each
 from stop_mim.data.image_lists import draw_fraction, draw_per_class, read_image_list
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError
@@ -38,27 +38,24 @@ Draw = tuple[Float[Tensor, "_ dim"], Int[Tensor, " _"]]
 """Features of some images, and their labels."""
 
 
-class Amount:
-    """A fraction of the images, such as 1%, or a number of images per class, such as 5."""
-
-    remedy = "give fractions such as 1%, up to 100%, or images per class such as 5"
-
-    def holds(self, value: Any) -> bool:
-        """Whether the text is one of the two."""
-        number = parse_amount(value)
-        return 0 < number <= 1 if isinstance(number, float) else number > 0
-
-
 def parse_amount(amount: str) -> float | int:
     """Return a fraction as a float, or images per class as an int."""
     return float(amount[:-1]) / 100 if amount.endswith("%") else int(amount)
+
+
+def _is_amount(amount: str) -> bool:
+    number = parse_amount(amount)
+    return 0 < number <= 1 if isinstance(number, float) else number > 0
+
+
+AMOUNT = Constraint("give fractions such as 1%, up to 100%, or images per class such as 5", _is_amount)
 
 
 @dataclass(frozen=True)
 class LowShotOptions(Checked, group="low_shot"):
     """How few labels are used."""
 
-    amounts: Annotated[tuple[str, ...], Each(Amount())] = ("1%", "10%")
+    amounts: Annotated[tuple[str, ...], Each(AMOUNT)] = ("1%", "10%")
     """Fractions of the training images (1%) or images per class (5)."""
     list_file: Path | None = None
     """A text file with the names of the labelled images, one per line, instead of the amounts."""
