@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from stop_mim.errors import InputError
 from stop_mim.files import read_safetensors, remove, write_atomically
-from stop_mim.training.distributed import sharded_like
-from stop_mim.training.sharded_checkpoint import SUFFIX, read_sharded
+from stop_mim.training.distributed import local_part, sharded_like
+from stop_mim.training.sharded_checkpoint import LARGE, SUFFIX, load_shards, read_sharded
 
 FILE_VERSION = 1
 FILE_FORMAT = f"stop-mim checkpoint {FILE_VERSION}"
@@ -36,6 +36,8 @@ class Checkpoint:
     step: int
     tensors: dict[str, Tensor]
     state: dict[str, Any]
+    shards: Path | None = None
+    """Where the values of tensors on the meta device are."""
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
@@ -46,16 +48,16 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata))
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
     """Read and verify a checkpoint; raise InputError if the file is not a good one.
 
     The tensors are mapped: the file keeps its space on the disk until they are gone, even if it is deleted. Those of a
-    sharded checkpoint are put together in memory.
+    sharded checkpoint are put together in memory, or, if `whole` is False, left to `restore_tensors`.
     """
     remedy = "resume from an older one with --checkpoint FILE, or start a new run"
     try:
         if path.suffix == SUFFIX:
-            return Checkpoint(*read_sharded(path))
+            return Checkpoint(*read_sharded(path, whole), shards=path)
         tensors, metadata = read_safetensors(path)
     except (InputError, OSError) as error:
         reason = str(error).rstrip(".")
@@ -82,23 +84,31 @@ def collect_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[
 
 def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.optim.Optimizer) -> None:
     """Load the tensors into model and optimiser; raise InputError if a name or shape does not match."""
-    ours = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
-    try:
-        model.load_state_dict(ours, strict=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"The checkpoint of step {checkpoint.step} does not fit this run ({reason}).") from error
     parameters = dict(model.named_parameters())
+    targets = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    missing = targets.keys() - checkpoint.tensors.keys()
     for name, tensor in checkpoint.tensors.items():
         if name.startswith("optimiser."):
             _, key, parameter_name = name.split(".", 2)
             parameter = parameters.get(parameter_name)
-            if parameter is None or (tensor.dim() and tensor.shape != parameter.shape):
-                raise InputError(f"The checkpoint of step {checkpoint.step} does not fit this run ({name}).")
-            # AdamW keeps its step counters, the only scalars, on the CPU unless it is fused.
-            stays_on_cpu = not tensor.dim() and not optimiser.defaults.get("fused")
-            device = tensor.device if stays_on_cpu else parameter.device
-            optimiser.state[parameter][key] = sharded_like(parameter, tensor.to(device, copy=True))
+            if parameter is not None and tensor.dim():
+                targets[name] = torch.zeros_like(parameter, dtype=tensor.dtype)
+            elif parameter is not None:
+                # AdamW keeps its step counters, the only scalars, on the CPU unless it is fused.
+                device = parameter.device if optimiser.defaults.get("fused") else "cpu"
+                targets[name] = torch.zeros((), dtype=tensor.dtype, device=device)
+        if name.startswith(LARGE) and (name not in targets or targets[name].shape != tensor.shape):
+            missing.add(name)
+    if missing:
+        raise InputError(f"The checkpoint of step {checkpoint.step} does not fit this run ({min(missing)}).")
+    if checkpoint.shards is not None:
+        load_shards(checkpoint.shards, targets)
+    for name, target in targets.items():
+        if checkpoint.shards is None:
+            local_part(target.detach()).copy_(local_part(sharded_like(target, checkpoint.tensors[name])))
+        if name.startswith("optimiser."):
+            _, key, parameter_name = name.split(".", 2)
+            optimiser.state[parameters[parameter_name]][key] = target
 
 
 def checkpoint_path(folder: Path, step: int, suffix: str = ".safetensors") -> Path:

@@ -29,7 +29,7 @@ def open_checkpoint(
     damaged: list[InputError] = []
     for file in files:
         try:
-            saved = read_checkpoint(file)
+            saved = read_checkpoint(file, whole=False)
         except NewerCheckpoint:
             raise
         except InputError as error:

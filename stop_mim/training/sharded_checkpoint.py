@@ -24,6 +24,8 @@ from stop_mim.files import sync_folder
 
 SUFFIX, STATE_FILE = ".sharded", "state.json"
 DIRECTORY_FORMAT = "stop-mim sharded checkpoint 1"
+LARGE = ("model.", "optimiser.")
+"""What the names of sharded tensors begin with; the others belong to callbacks."""
 
 
 def begin_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Future[Any]:
@@ -49,8 +51,13 @@ def finish_save(folder: Path, path: Path, step: int, state: Mapping[str, Any]) -
     sync_folder(path.parent)
 
 
-def read_sharded(path: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
-    """Return step, whole tensors and plain values of a directory; raise InputError if something is missing or damaged."""
+def read_sharded(path: Path, whole: bool = True) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
+    """Return step, tensors and plain values of a directory; raise InputError if something is missing or damaged.
+
+    Args:
+        path: the directory.
+        whole: put all tensors together; otherwise those of model and optimiser are on the meta device, for `load_shards`.
+    """
     try:
         contents = json.loads((path / STATE_FILE).read_text())
         if contents["format"] != DIRECTORY_FORMAT:
@@ -58,23 +65,26 @@ def read_sharded(path: Path) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
         for name, checksum in contents["files"].items():
             if _checksum(path / Path(name).name) != checksum:
                 raise InputError(f"{name} has a wrong checksum")
-        return int(contents["step"]), _read_tensors(path), dict(contents["state"])
+        stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(
+                one.size, dtype=one.properties.dtype, device="cpu" if whole or not name.startswith(LARGE) else "meta"
+            )
+            for name, one in stored.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+        load_shards(path, {name: tensor for name, tensor in tensors.items() if not tensor.is_meta})
+        return int(contents["step"]), tensors, dict(contents["state"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{type(error).__name__}: {error}") from error
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    reader = HuggingFaceStorageReader(str(path))
-    tensors = {
-        name: torch.empty(stored.size, dtype=stored.properties.dtype)
-        for name, stored in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
+def load_shards(path: Path, into: dict[str, Tensor]) -> None:
+    """Fill tensors by name; of a sharded one, this process reads its own shard alone."""
     with warnings.catch_warnings():
         # It says that this process reads alone, as it is asked to.
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+        dcp.load(dict(into), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
 def _checksum(file: Path) -> str:
