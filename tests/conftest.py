@@ -49,6 +49,12 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_the_disk():
+    """What tests write need not survive a power cut, and a busy disk takes longer than most of them."""
+    os.fsync = lambda handle: None
+
+
 @pytest.fixture(scope="session")
 def scene_cache(tmp_path_factory) -> Path:
     """Scenes are drawn once a session, into a cache that the tests own."""

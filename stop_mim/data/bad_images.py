@@ -8,6 +8,8 @@ from stop_mim.files import append_line
 
 MAX_BAD_FRACTION = 0.01
 SHOWN_ONE_BY_ONE = 5
+UNREAD_PHOTOS = frozenset({".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".nef", ".arw"})
+"""Extensions of photographs that cannot be read."""
 
 
 class BadImages:
@@ -62,8 +64,13 @@ def _next_percent(fraction: float) -> int:
 
 
 def skipped(unreadable: int, ignored: Mapping[str, int]) -> str:
-    """Return what was left out of a dataset, such as "1 unreadable; ignored: 2 .heic, 1 .txt"; "" if nothing was."""
+    """Return what was left out of a dataset, such as "1 unreadable; ignored: 2 .png.bak, 1 .txt"; "" if nothing was."""
     kinds = sorted(ignored.items(), key=lambda kind: (-kind[1], kind[0]))
-    files = ", ".join(f"{count:,} {extension or 'without extension'}" for extension, count in kinds)
-    parts = [f"{unreadable:,} unreadable" if unreadable else "", f"ignored: {files}" if files else ""]
+    files = ", ".join(f"{count:,} {kind or 'without extension'}" for kind, count in kinds)
+    photos = " and ".join(kind for kind, _ in kinds if kind in UNREAD_PHOTOS)
+    parts = [
+        f"{unreadable:,} unreadable" if unreadable else "",
+        f"ignored: {files}" if files else "",
+        f"convert {photos} files to JPEG to use them" if photos else "",
+    ]
     return "; ".join(filter(None, parts))

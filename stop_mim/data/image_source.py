@@ -1,6 +1,7 @@
 """The base class of all datasets of images."""
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +27,7 @@ class ImageSource(ABC):
     layout = ""
     """Name of the published layout that the data have, such as "places205"; "" if none."""
     ignored: Mapping[str, int] = {}
-    """Files beside the images that are none, by their extension: how many there are."""
+    """What was left out: how many files there are of each extension that is no image's, or of another kind in words."""
     blocks: Int[np.ndarray, " blocks"] | None = None
     """The end of each part that is fetched as a whole, where images are far away; None if any image can be read at once."""
     no_labels = ""
@@ -147,6 +148,47 @@ def locate(ends: Int[np.ndarray, " parts"], index: int) -> tuple[int, int]:
     """Return the part that an index falls into, and the place within it, where each part ends before `ends`."""
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
+
+
+def file_state(path: Path | str) -> tuple[int, int]:
+    """Return a file's size and time of change; (-1, -1) if it cannot be found."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return -1, -1
+    return state.st_size, state.st_mtime_ns
+
+
+def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:
+    """Return bytes of a file; raise BadImage of that name, or InputError if the file is not what it was before.
+
+    Args:
+        path: the file.
+        name: of the image in it.
+        before: the state of the file when the data were opened; None if it may change.
+        offset: of the first byte.
+        size: number of bytes; default: all.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            content = file.read(size)
+            # After the bytes were read, so that a file that is being written is noticed too.
+            state = os.fstat(file.fileno())
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and before not in (None, (-1, -1)):
+            raise changed(path, "disappeared") from error
+        raise BadImage(name, error.strerror or str(error)) from error
+    if before not in (None, (state.st_size, state.st_mtime_ns)):
+        raise changed(path)
+    return content
+
+
+def changed(file: object, how: str = "changed") -> InputError:
+    """Return the error for a file that is no longer what it was when the data were opened."""
+    return InputError(
+        f"{file} has {how} since the data were opened: restore it and resume the run, or start a new one."
+    )
 
 
 def file_identity(path: Path, samples: int, times: bool) -> Iterator[object]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stop_mim.data.cache import cached_file, gib_from, record_path
-from stop_mim.data.image_source import digest
+from stop_mim.data.image_source import changed, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
 
@@ -59,10 +59,13 @@ class RemoteFile:
 
         def fetch(draft: Path) -> None:
             system, path = _file_system(self.url)
-            system.get_file(path, str(draft))
+            attempted(self.url, partial(write, draft) if write else partial(system.get_file, path, str(draft)))
+            system.invalidate_cache()
+            if _find(self.url) != self:
+                raise changed(self.url)
 
         name = f"remote/{digest([self.url, self.size, self.version])}{ending}"
-        file = cached_file(name, lambda draft: attempted(self.url, partial(write or fetch, draft)), checked=False)
+        file = cached_file(name, fetch, checked=False)
         with suppress(FileNotFoundError):
             os.utime(file.path)
         if file.fresh:

@@ -55,7 +55,7 @@ def test_more_are_allowed_on_request_and_the_first_ones_are_shown():
 
 
 def test_what_was_skipped_is_told_in_a_few_words():
-    assert skipped(1, {".txt": 1, ".heic": 2, "": 1}) == "1 unreadable; ignored: 2 .heic, 1 without extension, 1 .txt"
-    assert skipped(0, {".heic": 1200}) == "ignored: 1,200 .heic"
+    assert skipped(1, {".txt": 1200, "": 1}) == "1 unreadable; ignored: 1,200 .txt, 1 without extension"
+    assert skipped(0, {".txt": 1, ".heic": 2}) == "ignored: 2 .heic, 1 .txt; convert .heic files to JPEG to use them"
     assert skipped(3, {}) == "3 unreadable"
     assert skipped(0, {}) == ""

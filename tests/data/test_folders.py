@@ -5,10 +5,11 @@ import os
 import numpy as np
 import pytest
 import torch
-from written_images import one_sentence, shades, write
+from written_images import encoded, one_sentence, shades, write, write_shard
 
 from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import absolute_name, open_source
+from stop_mim.data.sources.folder import FileSource
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import open_task_data
 from stop_mim.training.callbacks.probe import choose_label
@@ -52,9 +53,7 @@ def test_a_flat_folder_has_no_labels(tmp_path):
 
 def test_bad_files_in_a_folder_are_bad_images(tmp_path):
     (tmp_path / "empty.jpg").write_bytes(b"")
-    write(tmp_path / "gone.png", 1)
-    source = open_source(str(tmp_path))
-    (tmp_path / "gone.png").unlink()
+    source = FileSource(tmp_path, ["empty.jpg", "missing.png"], "photos")
     for index, reason in ((0, "empty"), (1, "No such file")):
         for attempt in (source.read, source.size):
             with pytest.raises(BadImage, match=reason) as error:
@@ -62,13 +61,41 @@ def test_bad_files_in_a_folder_are_bad_images(tmp_path):
             assert error.value.name == source.describe(index)
 
 
+@pytest.mark.parametrize("kind", ["folder", "wds"])
+def test_a_file_that_changes_or_disappears_after_the_data_were_opened_is_one_sentence(tmp_path, kind):
+    file = tmp_path / ("s.tar" if kind == "wds" else "a.png")
+    name, write_again = (f"wds:{file}", write_one_shard) if kind == "wds" else (str(tmp_path), write)
+    write_again(file, 1)
+    os.utime(file, (1000, 1000))
+    source, content = open_source(name), file.read_bytes()
+    assert shades(source) == [1]
+    for damage, words in (
+        # The same size, in place.
+        (lambda: file.write_bytes(content), "has changed"),
+        (lambda: (file.write_bytes(content + content), os.utime(file, (1000, 1000))), "has changed"),
+        (file.unlink, "has disappeared"),
+    ):
+        damage()
+        with pytest.raises(InputError, match=f"{file.name} {words} since the data were opened") as error:
+            source.read(0)
+        one_sentence(error)
+    file.write_bytes(content)
+    os.utime(file, (1000, 1000))
+    assert shades(source) == [1]
+
+
+def write_one_shard(path, shade):
+    write_shard(path, [("a.png", encoded(shade))])
+
+
 def test_unusable_folders_are_refused(tmp_path):
     (tmp_path / "cat").mkdir()
-    with pytest.raises(InputError, match="holds no images") as error:
+    (tmp_path / "notes.txt").write_text("no image")
+    with pytest.raises(InputError, match=r"holds no images: .*jpeg, jpg") as error:
         open_source(str(tmp_path))
     one_sentence(error)
-    (tmp_path / "notes.txt").write_text("no image")
-    with pytest.raises(InputError, match="holds no images"):
+    (tmp_path / "cat" / "a.HEIC").write_text("no image")
+    with pytest.raises(InputError, match=r"holds no images, but 1 \.heic: convert them to JPEG\."):
         open_source(str(tmp_path))
 
 
@@ -101,12 +128,16 @@ def test_split_folders(tmp_path):
     write(tmp_path / "train" / "ant" / "a.png", 1)
     write(tmp_path / "train" / "bee" / "b.png", 2)
     write(tmp_path / "val" / "bee" / "c.png", 3)
-    assert shades(open_source(str(tmp_path))) == [1, 2]
+    write(tmp_path / "top.png", 5)
+    write(tmp_path / "holiday" / "deep" / "e.png", 6)
+    train = open_source(str(tmp_path))
+    assert shades(train) == [1, 2]
+    assert train.ignored == {"images beside train/ and val/ (move them there to use them)": 2}
     test = open_source(str(tmp_path), "test")
     assert shades(test) == [3]
     assert test.labels["class"].tolist() == [1]
     assert test.image_name(0) == "bee/c.png"
-    with pytest.raises(InputError, match=r"no split 'dev': choose one of train, val\."):
+    with pytest.raises(InputError, match=r"no split 'dev': choose one of holiday, train, val\."):
         open_source(str(tmp_path), "dev")
     write(tmp_path / "val" / "images" / "d.png", 4)
     with pytest.raises(InputError, match="images is no class of the training split"):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from written_images import encoded, one_sentence, shades, write_parquet, write_shard
 
-from stop_mim.data import remote
+from stop_mim.data import batches, order, remote
 from stop_mim.data.augment import AugmentConfig, RandomCrop
 from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.lookahead import mapped
 from stop_mim.data.order import BLOCKS_TOGETHER, ShuffledOrder
-from stop_mim.data.sources import absolute_name, open_source
+from stop_mim.data.sources import absolute_name, open_source, parquet
 from stop_mim.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("own_folders")
@@ -74,8 +74,11 @@ def test_shards_and_parquet_files_over_http(server, monkeypatch):
     assert tables.labels["class"].tolist() == [1] * 4
     assert tables.blocks.tolist() == [4]
     assert Handler.failures == 0
-    before = tables.fingerprint()
+    before, opened = tables.fingerprint(), open_source(f"{url}/p-2.parquet")
     write_parquet(folder / "p-1.parquet", [9, 9, 9])
+    write_parquet(folder / "p-2.parquet", [9, 9, 9, 9], labels=[2] * 4)
+    with pytest.raises(InputError, match=r"p-2\.parquet has changed since the data were opened"):
+        opened.read(0)
     assert shades(open_source(f"{url}/p-1.parquet")) == [9, 9, 9]
     assert open_source(f"{url}/p-1.parquet").fingerprint() != before
     assert absolute_name(f"wds:{url}/s-{{0..2}}.tar") == f"wds:{url}/s-{{0..2}}.tar"
@@ -110,27 +113,32 @@ def test_a_store_that_stops_answering_ends_the_epoch_with_one_sentence(server, m
 
 
 def batches_of(source, workers, rank=0, world_size=1):
-    order = ShuffledOrder(len(source), 4, 0, rank, world_size, blocks=source.blocks)
+    shuffled = ShuffledOrder(len(source), 4, 0, rank, world_size, blocks=source.blocks)
     view = RandomCrop(AugmentConfig(), (4, 4), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    return Batches(source, order, view, Placement("auto", "cpu", workers), torch.device("cpu"))
+    return Batches(source, shuffled, view, Placement("auto", "cpu", workers), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_batches_are_the_same_for_any_ranks_and_workers_and_from_any_batch(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("STOP_MIM_REMOTE_GIB", "0")
-    for number in range(96):
+    # A quarter of what is read together, so that as few files are more than are kept.
+    monkeypatch.setattr(order, "BLOCKS_TOGETHER", 4)
+    monkeypatch.setattr(parquet, "BLOCKS_TOGETHER", 4)
+    monkeypatch.setattr(batches, "BLOCKS_AHEAD", 8)
+    monkeypatch.setattr(remote, "BLOCKS_KEPT", 16)
+    for number in range(24):
         images = [number]
         if kind == "tar":
             write_shard(tmp_path / f"s-{number:02}.tar", [(f"{shade}.png", encoded(shade)) for shade in images])
         else:
             write_parquet(tmp_path / f"s-{number:02}.parquet", images)
     source = open_source(("wds:" if kind == "tar" else "") + f"file://{tmp_path}/s-*.{kind}")
-    assert len(source) == 96
+    assert len(source) == 24
 
     def epoch(workers, rank=0, world_size=1, first=0):
-        batches = batches_of(source, workers, rank, world_size)
-        found, running = [], batches.starting_at(first)
-        for _ in range(batches.order.batches_per_epoch - first):
+        images = batches_of(source, workers, rank, world_size)
+        found, running = [], images.starting_at(first)
+        for _ in range(images.order.batches_per_epoch - first):
             batch = next(running)
             # An image of one shade has that shade in every crop.
             assert torch.equal((batch.images[:, 0, 0, 0] * 255).round().long(), batch.indices)
@@ -140,24 +148,24 @@ def test_batches_are_the_same_for_any_ranks_and_workers_and_from_any_batch(tmp_p
 
     whole = epoch(0)
     assert sorted(chain.from_iterable(whole)) == list(range(len(source)))
-    assert epoch(2, first=5) == whole[5:]
+    assert epoch(2, first=2) == whole[2:]
     parts = [epoch(1, rank, 2) for rank in range(2)]
     assert [first + second for first, second in zip(*parts, strict=True)] == [
         whole[at] + whole[at + 1] for at in range(0, len(whole), 2)
     ]
     kept = list((tmp_path / ".cache" / "remote").glob(f"*.{'tar' if kind == 'tar' else 'arrow'}"))
-    assert len(kept) <= remote.BLOCKS_KEPT < 96
+    assert len(kept) <= remote.BLOCKS_KEPT < 24
 
 
 def read(source, indices):
     return [int(source.encoded(index)) for index in indices]
 
 
-@pytest.mark.parametrize("n_records", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_every_record_is_read_once_an_epoch_and_memory_does_not_grow(tmp_path, n_records):
+@pytest.mark.parametrize(("n_records", "shards"), [(2000, 20), pytest.param(100_000, 100, marks=pytest.mark.slow)])
+def test_every_record_is_read_once_an_epoch_and_memory_does_not_grow(tmp_path, n_records, shards):
     """At 1, 3 and 8 ranks times workers, with a resume in the middle; a record holds its number."""
-    per_shard = n_records // 100
-    for shard in range(100):
+    per_shard = n_records // shards
+    for shard in range(shards):
         numbers = range(shard * per_shard, (shard + 1) * per_shard)
         write_shard(tmp_path / f"s-{shard:03}.tar", [(f"{number}.png", b"%d" % number) for number in numbers])
     source = open_source(f"wds:file://{tmp_path}/s-*.tar")
@@ -165,11 +173,11 @@ def test_every_record_is_read_once_an_epoch_and_memory_does_not_grow(tmp_path, n
     for ranks, workers in ((1, 0), (3, 1), (4, 2)):
         seen, memory = [], []
         for rank in range(ranks):
-            order = ShuffledOrder(n_records, 500, 0, rank, ranks, drop_last=False, blocks=source.blocks)
-            middle = order.batches_per_epoch // 2
+            shuffled = ShuffledOrder(n_records, 500, 0, rank, ranks, drop_last=False, blocks=source.blocks)
+            middle = shuffled.batches_per_epoch // 2
             # A first session ends in the middle, a second one goes on there.
-            for numbers in (range(middle), range(middle, order.batches_per_epoch)):
-                requests = (order.indices(number).tolist() for number in numbers)
+            for numbers in (range(middle), range(middle, shuffled.batches_per_epoch)):
+                requests = (shuffled.indices(number).tolist() for number in numbers)
                 for found in mapped(partial(read, source), requests, workers, 2 * workers):
                     seen += found
                     memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
@@ -179,8 +187,8 @@ def test_every_record_is_read_once_an_epoch_and_memory_does_not_grow(tmp_path, n
 
 def test_blocks_are_read_about_sixteen_at_a_time_in_another_order_each_epoch():
     blocks = np.arange(1, 101) * 50
-    order = ShuffledOrder(5000, 100, blocks=blocks)
-    epochs = [torch.cat([order.indices(50 * epoch + number) for number in range(50)]) for epoch in range(2)]
+    shuffled = ShuffledOrder(5000, 100, blocks=blocks)
+    epochs = [torch.cat([shuffled.indices(50 * epoch + number) for number in range(50)]) for epoch in range(2)]
     assert not torch.equal(*epochs)
     for epoch in epochs:
         assert torch.equal(epoch.sort().values, torch.arange(5000))

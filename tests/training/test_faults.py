@@ -177,15 +177,23 @@ def test_a_really_full_disk_is_one_sentence(tmp_path, images, expected):
     check_end(tmp_path / "run", expected)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_data_that_disappear_end_the_run_with_a_sentence(tmp_path, images, expected, workers):
-    data = tmp_path / "images"
+@pytest.mark.parametrize(("workers", "how"), [(2, "disappeared"), (0, "changed")])
+def test_data_that_disappear_or_change_end_the_run_with_a_sentence(tmp_path, images, expected, workers, how):
+    data, elsewhere = tmp_path / "images", tmp_path / "elsewhere"
     shutil.copytree(images, data)
     folder = new_run(tmp_path / "run", data)
-    command = resume(folder, at_step(4, lambda: data.rename(tmp_path / "elsewhere")), "--speed.workers", str(workers))
-    assert command.wait() == 2
-    assert "None of the 32 images" in command.sentence()
-    (tmp_path / "elsewhere").rename(data)
+
+    def fault():
+        data.rename(elsewhere)
+        if how == "changed":
+            shutil.copytree(elsewhere, data)
+            (data / "007.png").write_bytes((elsewhere / "009.png").read_bytes())
+
+    command = resume(folder, at_step(4, fault), "--speed.workers", str(workers))
+    assert command.wait() == 2, command.text()
+    assert f"has {how} since the data were opened: restore it and resume the run" in command.sentence()
+    shutil.rmtree(data, ignore_errors=True)
+    elsewhere.rename(data)
     check_end(folder, expected)
 
 

@@ -109,7 +109,7 @@ def test_what_was_skipped_is_on_screen_in_the_log_and_in_the_records(tmp_path, m
         assert "003.png" in told
         assert "1 unreadable; ignored: 1 .heic" in told
     folder = RunFolder(tmp_path / "run")
-    assert folder.skipped() == "1 unreadable; ignored: 1 .heic"
+    assert folder.skipped() == "1 unreadable; ignored: 1 .heic; convert .heic files to JPEG to use them"
     assert folder.config().data == str(data), "the path is valid in any directory"
     with pytest.raises(InputError, match="max_bad is 5"):
         replace(config, max_bad="5")

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from stop_mim.data.bad_images import UNREAD_PHOTOS
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
-from stop_mim.data.image_source import ImageSource, class_labels, digest
+from stop_mim.data.image_source import ImageSource, class_labels, digest, file_state, read_file
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
-from stop_mim.data.splits import are_splits, choose_split
+from stop_mim.data.splits import SPLIT_NAMES, are_splits, choose_split
 from stop_mim.errors import InputError
 
 WHOLE_BYTES, FILES_LOOKED_AT = 2**28, 256
@@ -40,20 +41,28 @@ class FolderKind(SourceKind):
         folder = Path(name).expanduser()
         class_names: tuple[str, ...] = ()
         names = sub_folders(folder)
+        beside: dict[str, int] = {}
         if are_splits(names):
             # The test split may lack a class of the training split, and must number the others as that does.
             class_names = sub_folders(folder / "train")
+            splits = [one for one in names if one in SPLIT_NAMES or one == split]
+            if others := _image_paths(folder, splits)[0]:
+                where = " and ".join(f"{one}/" for one in splits)
+                beside[f"images beside {where} (move them there to use them)"] = len(others)
             folder = folder / choose_split(split, names, name)
         if files := parquet_files(folder, split):
             return ParquetSource(files, name)
         found, ignored = _image_paths(folder)
         if not found:
+            if photos := {kind: count for kind, count in ignored.items() if kind in UNREAD_PHOTOS}:
+                found_instead = ", ".join(f"{count:,} {kind}" for kind, count in photos.items())
+                raise InputError(f"The folder {folder} holds no images, but {found_instead}: convert them to JPEG.")
             extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
             raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
         paths = sorted(found)
         classes, class_names = _classes(paths, folder, class_names)
         source = FileSource(folder, paths, name, class_labels(classes), class_names)
-        source.ignored = ignored
+        source.ignored = beside | ignored
         if classes is None and any(os.sep in path for path in paths):
             source.no_labels = f"it has images both at its top ({_first_at_top(paths)}) and in sub-folders"
         return source
@@ -73,8 +82,9 @@ class FileSource(ImageSource):
     ) -> None:
         super().__init__(name, labels, class_names)
         self.layout, self._root = layout, str(folder)
-        # One array, not a list: reading a list's strings in forked workers would copy its memory page by page.
+        # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
         self._paths = np.array([os.fsencode(path) for path in paths])
+        self._states = np.array([file_state(os.path.join(self._root, path)) for path in paths], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -85,11 +95,7 @@ class FileSource(ImageSource):
 
     def encoded(self, index: int) -> bytes:
         path = self.describe(index)
-        try:
-            with open(path, "rb", buffering=0) as file:
-                return file.read()
-        except OSError as error:
-            raise BadImage(path, error.strerror or str(error)) from error
+        return read_file(path, path, self._state(index))
 
     def size(self, index: int) -> tuple[int, int]:
         self.check_index(index)
@@ -111,10 +117,9 @@ class FileSource(ImageSource):
         return digest(self._identity(times=False))
 
     def _identity(self, times: bool) -> Iterator[object]:
-        total = 0
+        total = int(self._states[:, 0].clip(0).sum())
         for index in range(len(self)):
             state = self._state(index)
-            total += max(0, state[0])
             yield from (self.image_name(index), *(state if times else state[:1]))
         for key in sorted(self.labels):
             yield from (key, self.labels[key].tobytes())
@@ -124,11 +129,8 @@ class FileSource(ImageSource):
                     yield self.encoded(index)
 
     def _state(self, index: int) -> tuple[int, int]:
-        try:
-            state = os.stat(self.describe(index))
-        except OSError:
-            return -1, -1
-        return state.st_size, state.st_mtime_ns
+        size, time = self._states[index].tolist()
+        return size, time
 
 
 def sub_folders(folder: Path) -> tuple[str, ...]:
@@ -136,10 +138,11 @@ def sub_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
 
 
-def _image_paths(folder: Path) -> tuple[list[str], dict[str, int]]:
+def _image_paths(folder: Path, left_out: Sequence[str] = ()) -> tuple[list[str], dict[str, int]]:
     """Return the images' paths within the folder, and how many other files there are, by extension.
 
-    Links to folders are followed, but not back to a folder that contains them. Hidden files are not counted.
+    Links to folders are followed, but not back to a folder that contains them. Hidden files are not counted, nor what is in
+    the sub-folders `left_out`.
     """
     found: list[str] = []
     ignored: Counter[str] = Counter()
@@ -152,7 +155,7 @@ def _image_paths(folder: Path) -> tuple[list[str], dict[str, int]]:
             continue
         with os.scandir(folder / prefix) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if entry.name.startswith(".") or (not prefix and entry.name in left_out):
                     continue
                 if _holds(entry.is_dir):
                     visible.append((prefix + entry.name + os.sep, ancestors | {identity}))

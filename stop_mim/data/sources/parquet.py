@@ -23,7 +23,16 @@ from jaxtyping import Int
 
 from stop_mim.data.cache import cached_file
 from stop_mim.data.decode import BadImage
-from stop_mim.data.image_source import SAMPLES_A_FILE, ImageSource, class_labels, digest, file_identity, locate
+from stop_mim.data.image_source import (
+    SAMPLES_A_FILE,
+    ImageSource,
+    changed,
+    class_labels,
+    digest,
+    file_identity,
+    file_state,
+    locate,
+)
 from stop_mim.data.order import BLOCKS_TOGETHER
 from stop_mim.data.remote import RemoteFile, attempted, find_files, is_url
 from stop_mim.data.sources import SOURCES, SourceKind
@@ -192,6 +201,7 @@ class ParquetSource(TableSource):
     """The rows of parquet files, one file after the other."""
 
     def __init__(self, paths: Sequence[Path | RemoteFile], name: str) -> None:
+        self._states = [file_state(path) if isinstance(path, Path) else None for path in paths]
         footers = [_read_footer(path) for path in paths]
         self._ends = np.cumsum([rows for rows, _ in footers])
         if not self._ends[-1]:
@@ -278,6 +288,7 @@ class ParquetSource(TableSource):
 
     def _read(self, column: str) -> pa.ChunkedArray:
         parts = [attempted(str(path), partial(_all_batches, path, column)) for path in self.paths]
+        self._require_unchanged()
         return pa.Table.from_batches(chain.from_iterable(parts)).column(0)
 
     def _convert(self, paths: Sequence[Path | RemoteFile], draft: Path) -> None:
@@ -286,6 +297,13 @@ class ParquetSource(TableSource):
         with pa.OSFile(str(draft), "wb") as file, pa.ipc.new_file(file, first.schema) as writer:
             for batch in chain([first], batches):
                 writer.write_batch(batch)
+        self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        """Raise InputError if a file was changed while it was read; later ones do not matter."""
+        for path, state in zip(self.paths, self._states, strict=True):
+            if isinstance(path, Path) and file_state(path) != state:
+                raise changed(path)
 
 
 def _batches(paths: Sequence[Path | RemoteFile], column: str) -> Iterator[pa.RecordBatch]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from stop_mim.data.cache import CacheError, cached_file
-from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage
+from stop_mim.data.decode import IMAGE_EXTENSIONS
 from stop_mim.data.image_source import (
     SAMPLES,
     SAMPLES_A_FILE,
@@ -21,7 +21,9 @@ from stop_mim.data.image_source import (
     class_labels,
     digest,
     file_identity,
+    file_state,
     locate,
+    read_file,
 )
 from stop_mim.data.remote import RemoteFile, find_files, is_url
 from stop_mim.data.sources import SOURCES, SourceKind
@@ -48,6 +50,7 @@ class ShardSource(ImageSource):
 
     def __init__(self, pattern: str) -> None:
         self.paths = shard_paths(pattern)
+        self._states = [file_state(path) if isinstance(path, Path) else None for path in self.paths]
         self._fetched: dict[int, Path] = {}
         indexes = [self._index(number) for number in range(len(self.paths))]
         self._ends = np.cumsum([len(index.offsets) for index in indexes])
@@ -68,13 +71,10 @@ class ShardSource(ImageSource):
             self._local(shard)
 
     def encoded(self, index: int) -> bytes:
-        shard = self._local(locate(self._ends, index)[0])
-        try:
-            # A file opened for each image has no position that forked workers could move under each other.
-            with open(shard, "rb") as file:
-                return _read_at(file, int(self._offsets[index]), int(self._sizes[index]))
-        except OSError as error:
-            raise BadImage(self.describe(index), error.strerror or str(error)) from error
+        shard = locate(self._ends, index)[0]
+        # A file opened for each image has no position that forked workers could move under each other.
+        where = int(self._offsets[index]), int(self._sizes[index])
+        return read_file(self._local(shard), self.describe(index), self._states[shard], *where)
 
     def describe(self, index: int) -> str:
         return f"{self._shard(index)}#{self._member(index)}"
@@ -191,7 +191,8 @@ def _class(sample: dict[str, tarfile.TarInfo], file: BufferedIOBase, shown: str)
     member = sample.get("cls") or sample.get("json")
     if member is None:
         return -1
-    text = _read_at(file, member.offset_data, member.size)
+    file.seek(member.offset_data)
+    text = file.read(member.size)
     try:
         if "cls" in sample:
             return int(text)
@@ -202,11 +203,6 @@ def _class(sample: dict[str, tarfile.TarInfo], file: BufferedIOBase, shown: str)
         ) from error
     label = fields.get("label") if isinstance(fields, dict) else None
     return label if isinstance(label, int) else -1
-
-
-def _read_at(file: BufferedIOBase, offset: int, size: int) -> bytes:
-    file.seek(offset)
-    return file.read(size)
 
 
 def _identity(path: Path | RemoteFile) -> tuple[object, ...]:
