@@ -34,7 +34,7 @@ def test_the_order_is_the_lists_and_missing_files_are_bad_images(tmp_path):
     before = source.fingerprint()
     assert pickle.loads(pickle.dumps(source)).fingerprint() == before
     write(tmp_path / "a" / "gone.png", 0)
-    assert source.fingerprint() != before
+    assert FileSource(tmp_path, ["b.png", "a/gone.png"], "listed").fingerprint() != before
 
 
 # Places205
