@@ -23,9 +23,8 @@ from stop_mim.data.image_source import ImageSource
 from stop_mim.evaluation.data import open_task_data
 from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.logistic import TrainingFeatures, choose_penalty
+from stop_mim.evaluation.probes import knn, linear_probe
 from stop_mim.evaluation.protocols import choose_protocol
-from stop_mim.evaluation.tasks.knn import knn
-from stop_mim.evaluation.tasks.linear import linear_probe
 from stop_mim.training.distributed import Ranks, choose_device
 
 

@@ -25,12 +25,13 @@ from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import open_task_data
 from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.labelled_training import Conditions
+from stop_mim.evaluation.linear_training import LinearTraining
 from stop_mim.evaluation.logistic import top_accuracy
+from stop_mim.evaluation.probes import linear_probe
 from stop_mim.evaluation.protocols import PROTOCOLS
 from stop_mim.evaluation.subject import Subject
 from stop_mim.evaluation.task import TASKS
-from stop_mim.evaluation.tasks.linear import linear_probe
-from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions, LinearTraining
+from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 

@@ -30,7 +30,7 @@ import stop_mim
 from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
 from stop_mim.launch import LaunchConfig
 from stop_mim.parsing import given_options, imported, one_of, parse, refuse_unknown
-from stop_mim.registry import Registry, load_plugins
+from stop_mim.registry import Registry, load_plugins, unknown_name
 from stop_mim.training.compat import Compat, with_compat
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
-# Export formats of the package; those of plugins are known when the plugin is loaded.
+# Export formats and figures of the package; those of plugins are known when the plugin is loaded.
+EXPORTERS, DRAWN = "stop_mim.exchange.formats:EXPORTERS", "stop_mim.analysis.figures:FIGURES"
 FORMATS = ("timm", "hf", "onnx", "export")
+FIGURES = ("1", "3", "4", "5", "6", "covariance", "theory", "loss", "positions")
 
 COMMANDS: Registry[Any] = Registry("command")
 CONFIG_FILES = (".json", ".yaml", ".yml")
@@ -110,9 +112,10 @@ def _sweeps() -> Any:
     return one_of({name: (SweepOptions(name, pkgutil.resolve_name(SWEEP_CONFIG)()), summary(name)) for name in SWEEPS})
 
 
-def _formats() -> tuple[str, ...]:
-    """Return the names of the export formats without importing torch."""
-    return tuple(getattr(sys.modules.get("stop_mim.exchange.formats"), "EXPORTERS", FORMATS))
+def _registered(registry: str, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in a registry, `usual` where its module, which needs torch, has not been imported."""
+    module, _, name = registry.partition(":")
+    return tuple(getattr(sys.modules.get(module), name, usual))
 
 
 @COMMANDS.register("demo")
@@ -209,6 +212,15 @@ class Evaluate:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __call__(self) -> None:
+        from stop_mim.evaluation.config import check_arguments
+
+        check_arguments(self.encoders, self.config)
+        for name in self.encoders:
+            _require_path("encoder", name)
+        for name in filter(None, (self.config.data, self.config.test_data)):
+            # A plugin may open names of its own.
+            if name != "scenes" and "stop_mim.data.sources" not in sys.modules:
+                _require_path("dataset", name)
         from stop_mim.evaluation.evaluate import evaluate
 
         evaluate(self.encoders, self.config)
@@ -291,6 +303,14 @@ class Figure:
     """Accuracy that figures 1, 3 and 4 show, such as distance/linear/top1; default: the closest to the paper's protocol."""
 
     def __call__(self) -> None:
+        known = _registered(DRAWN, FIGURES)
+        if not self.names:
+            raise InputError(f"figure needs the name of a figure first: choose one of {', '.join(known)}, or all.")
+        for name in self.names:
+            if name not in (*known, "all"):
+                raise unknown_name("figure", name, known)
+        for run in self.runs:
+            _require_path("run", str(run))
         from stop_mim.analysis.figures import draw_figures
 
         for path in draw_figures(self.names, self.runs, self.out, _print, self.score):
@@ -322,7 +342,7 @@ class Export:
 
     encoder: Annotated[Positional[str], arg(metavar="ENCODER")]
     """Run directory, encoder file, or any other name of an encoder."""
-    to: Annotated[str, arg(constructor_factory=lambda: Literal[_formats()])]
+    to: Annotated[str, arg(constructor_factory=lambda: Literal[_registered(EXPORTERS, FORMATS)])]
     """timm: safetensors for timm; hf: an IJepaModel for transformers; onnx: ONNX; export: a torch.export program."""
     out: Path
     """Directory to write; it must be new or empty."""
@@ -453,7 +473,8 @@ def _run(given: list[str]) -> None:
     if given[0] not in HELP:
         COMMANDS.find(given[0])
         _check_name(*given[:2])
-        _check_path(*given[:2])
+        for name in given[1:2] if given[0] in PATHS else ():
+            _require_path(PATHS[given[0]], name)
     kinds = [Annotated[kind, subcommand(name, **_settings(name, given))] for name, kind in COMMANDS.items()]
     command, unknown = parse(functools.reduce(operator.or_, kinds), given, prog="stop-mim")
     if isinstance(command, Sweep):
@@ -503,29 +524,23 @@ def _check_name(command: str, name: str = "") -> None:
     registry.find(name)
 
 
-def _check_path(command: str, name: str = "") -> None:
-    """Raise InputError, with the closest path, if a command that reads a run or an encoder gets a path that is not there."""
+def _require_path(kind: str, name: str) -> None:
+    """Raise InputError, with the closest path, for the path of a run, an encoder or a dataset that is not there."""
     path = Path(name.partition("#")[0]).expanduser()
-    if (
-        command not in PATHS
-        or not name
-        or name.startswith("-")
-        or ":" in name
-        or name.startswith("stop-mim/")
-        or path.exists()
-    ):
+    # Names with a prefix such as timm:, of the hub, and patterns are no paths.
+    if any(sign in name for sign in ":*?[{") or name.startswith(("-", "stop-mim/")) or path.exists():
         return
     others = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, others, n=1)
     remedy = f"did you mean '{path.parent / close[0]}'?" if close else "check the path."
-    raise InputError(f"There is no {PATHS[command]} '{name}': {remedy}")
+    raise InputError(f"There is no {kind} '{name}': {remedy}")
 
 
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
     """Return the help of a command, and its defaults where these depend on the arguments."""
     text = inspect.cleandoc(COMMANDS[name].__doc__)
     settings: dict[str, Any] = {"description": text if name == given[0] else text.splitlines()[0]}
-    if name == given[0] == "figure":
+    if name == given[0] == "figure" and {*HELP} & {*given}:
         from stop_mim.analysis.figures import FIGURES
 
         lines = (f"  - {figure}: {(draw.__doc__ or '').strip().splitlines()[0]}" for figure, draw in FIGURES.items())

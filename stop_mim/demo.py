@@ -20,8 +20,7 @@ from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.features import pixel_features, pooled_features
-from stop_mim.evaluation.tasks.knn import knn
-from stop_mim.evaluation.tasks.linear import linear_probe
+from stop_mim.evaluation.probes import knn, linear_probe
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.build import build_encoder
 from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, Score, add_results, today

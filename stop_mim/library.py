@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from stop_mim.errors import InputError
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate as run_evaluation
 from stop_mim.exchange.initial_weights import initialise
@@ -67,10 +66,6 @@ def evaluate(
         console: where progress and the table are shown; None: standard output.
     """
     names = [encoders] if isinstance(encoders, str | Path) else encoders
-    if not data:
-        raise InputError(
-            "data is not given: name labelled images, such as a folder with one sub-folder for each class."
-        )
     given = {"task": (task,) if isinstance(task, str) else tuple(task), "data": str(data)}
     config = with_overrides(evaluate_config()(), {**given, **(options or {})})
     return run_evaluation([str(name) for name in names], config, console)

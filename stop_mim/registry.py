@@ -8,7 +8,7 @@ import difflib
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
@@ -50,11 +50,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         self._load()
         if name in self._entries:
             return self._entries[name]
-        close = difflib.get_close_matches(name, self._entries, n=1) or [one for one in self._entries if name in one][:3]
-        remedy = f"choose one of {', '.join(self._entries)}."
-        if close:
-            remedy = f"did you mean {' or '.join(map(repr, close))}?"
-        raise InputError(f"There is no {self.kind} '{name}': {remedy}")
+        raise unknown_name(self.kind, name, self._entries)
 
     def __getitem__(self, name: str) -> Entry:
         self._load()
@@ -75,6 +71,14 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         module = importlib.import_module(name)
         for found in pkgutil.iter_modules(getattr(module, "__path__", [])):
             importlib.import_module(f"{name}.{found.name}")
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that is not among the known ones, with the closest of them."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1) or [one for one in names if name in one][:3]
+    remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(names)}."
+    return InputError(f"There is no {kind} '{name}': {remedy}")
 
 
 def load_plugins() -> None:

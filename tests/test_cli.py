@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stop_mim.cli import COMMANDS, FORMATS, main
+from stop_mim import cli
+from stop_mim.analysis.figures import FIGURES
+from stop_mim.cli import COMMANDS, main
 from stop_mim.errors import TrainingDiverged
 from stop_mim.exchange.formats import EXPORTERS
 from stop_mim.training import pretrain
@@ -86,6 +88,19 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         "evaluate no/such/run",
         "export no/such/run",
         "export . --out x",
+        "evaluate . --help",
+        "evaluate . --data tests --task knnn",
+        "evaluate . --data tests --task",
+        "evaluate . --task knn",
+        "evaluate . --data tests --task knn --knn.neighbors 5",
+        "evaluate . --data tests --task knn --low-shot.amounts 0%",
+        "evaluate . --data no/such/data --task knn",
+        "evaluate . no/such/run --data tests --task knn",
+        "evaluate . --data tests --task knn --json no/such/r.json",
+        "figure 11",
+        "figure",
+        "figure 4 --runs no/such/run",
+        "figure 4 --rums no/such/run",
     ]
     program = f"""
 import sys
@@ -101,8 +116,9 @@ for line in {lines}:
     assert asked.returncode == 0, asked.stderr
 
 
-def test_the_export_formats_that_the_command_line_knows_are_the_registered_ones():
-    assert tuple(EXPORTERS) == FORMATS
+def test_the_formats_and_figures_that_the_command_line_knows_are_the_registered_ones():
+    assert tuple(EXPORTERS) == cli.FORMATS
+    assert tuple(FIGURES) == cli.FIGURES
 
 
 @pytest.mark.parametrize(
@@ -159,8 +175,11 @@ def test_mistakes_are_one_sentence(capsys, tmp_path, monkeypatch, arguments, wor
     assert not list(tmp_path.iterdir())
 
 
-def test_words_and_options_reach_their_commands(monkeypatch, capsys):
+def test_words_and_options_reach_their_commands(monkeypatch, tmp_path):
     given = {}
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "photos"):
+        Path(name).mkdir()
 
     def note(name):
         return lambda *arguments: given.update({name: arguments}) or []

@@ -1,6 +1,7 @@
 """The options of `stop-mim evaluate`: common ones here, and one group for each registered task that has options."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +9,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from stop_mim.constraints import ABOVE_ZERO, Checked
+from stop_mim.errors import InputError
+from stop_mim.files import require_writable
 from stop_mim.registry import load_plugins
+from stop_mim.tables import check_table_file
 from stop_mim.training.config import SpeedConfig
 
 
@@ -66,3 +70,27 @@ def evaluate_config() -> type[EvaluateConfig]:
     return dataclasses.make_dataclass(
         "EvaluateConfig", fields, bases=(EvaluateConfig,), frozen=True, namespace={"__doc__": EvaluateConfig.__doc__}
     )
+
+
+def check_arguments(names: Sequence[str], config: EvaluateConfig) -> None:
+    """Raise InputError for what is missing, tasks that do not exist, and files that cannot be written; needs no torch."""
+    from stop_mim.evaluation.task import TASKS
+
+    if not names:
+        raise InputError(
+            "evaluate needs an encoder first: a run directory, a file, timm:NAME, hf:NAME or masks:FOLDER."
+        )
+    if not config.task:
+        raise InputError("task is empty: name one or more tasks, such as linear knn, or all.")
+    for name in config.task:
+        if name != "all":
+            TASKS.find(name)
+    if not config.data:
+        raise InputError("data is not given: name labelled images or videos with --data.")
+    if config.table is not None:
+        check_table_file(config.table)
+    for path in (config.json, config.csv, config.table):
+        if path is not None:
+            require_writable(str(path), path)
+    if config.json is not None and config.csv is not None and config.json.resolve() == config.csv.resolve():
+        raise InputError(f"json and csv are both {config.json}: name two files.")

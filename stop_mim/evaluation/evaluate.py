@@ -11,7 +11,7 @@ from rich.console import Console
 from stop_mim.data.stored import Progress
 from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
-from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.evaluation.config import EvaluateConfig, check_arguments
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
 from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size, set_pool
 from stop_mim.evaluation.task import TASKS, Task, options_of
@@ -30,7 +30,7 @@ from stop_mim.results import (
     write_csv,
     write_json,
 )
-from stop_mim.tables import check_table_file, write_tables
+from stop_mim.tables import write_tables
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.run_folder import environment
@@ -49,11 +49,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
         console: where to show progress and table; not given: the standard output.
     """
     console = console or Console()
-    if not names:
-        raise InputError(
-            "evaluate needs an encoder first: a run directory, a file, timm:NAME, hf:NAME or masks:FOLDER."
-        )
-    _check_outputs(config)
+    check_arguments(names, config)
     # A shell completes the name of a directory with a slash.
     names = list(dict.fromkeys(name.rstrip("/") or name for name in names))
     with process_group(config.speed) as ranks, ProgressDisplay(console, shown=ranks.is_main) as display:
@@ -169,8 +165,6 @@ def _baselines(
 
 def _choose_tasks(config: EvaluateConfig) -> dict[str, type[Task]]:
     kinds = kinds_of_data(config.data)
-    if not config.task:
-        raise InputError("task is empty: name one or more tasks, such as linear knn, or all.")
     if "all" in config.task:
         names = [name for name, task in TASKS.items() if task.in_all and task.needs in kinds]
         return {name: TASKS[name] for name in sorted(names, key=lambda name: TASKS[name].trains)}
@@ -229,16 +223,6 @@ def _open_subject(
         set_image_size(encoder, config.image_size, name)
     set_pool(encoder, config.pool, name)
     return Subject(name, encoder, run, config, max(options_of(config, "linear").layers), ranks, bar)
-
-
-def _check_outputs(config: EvaluateConfig) -> None:
-    if config.table is not None:
-        check_table_file(config.table)
-    for path in (config.json, config.csv, config.table):
-        if path is not None:
-            require_writable(str(path), path)
-    if config.json is not None and config.csv is not None and config.json.resolve() == config.csv.resolve():
-        raise InputError(f"json and csv are both {config.json}: name two files.")
 
 
 def _check_results_file(path: Path, config: EvaluateConfig) -> None:

@@ -93,6 +93,15 @@ class LabelledFeatures(NamedTuple):
     features: Features
     labels: Int[Tensor, " n"]
 
+    def of_images(self, indices: Int64[np.ndarray, " m"]) -> "LabelledFeatures":
+        """Return those of the images with these indices."""
+        part = self.features.of_images(indices)
+        return LabelledFeatures(part, self.labels[torch.isin(self.features.indices, part.indices)])
+
+    def last_layer(self, device: torch.device) -> tuple[Float[Tensor, "n dim"], Int[Tensor, " n"]]:
+        """Return features of the last layer, in full precision, and classes, on a device."""
+        return self.features.last(1).on(device), self.labels.to(device)
+
 
 def encoder_fingerprint(encoder: FrozenEncoder) -> str:
     """Return a short hexadecimal name of all that features depend on.

@@ -3,7 +3,7 @@
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +24,9 @@ from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.protocols import Protocol
-from stop_mim.evaluation.task import Task
+from stop_mim.evaluation.task import TOP
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.options import AugmentConfig
-from stop_mim.results import Score
 from stop_mim.seeds import derive_seed
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
 from stop_mim.training.callbacks.progress import ShowProgress
@@ -41,7 +40,6 @@ from stop_mim.training.watch import watch
 
 # Learning rates are for batches of this size, and scaled linearly.
 LR_IMAGES = 256
-TOP = (1, 5)
 
 
 @dataclass(frozen=True)
@@ -194,32 +192,8 @@ def _hits(
     return (hits & torch.isfinite(logits).all(2, keepdim=True)).double()
 
 
-class TrainingTask(Task):
-    """A task that trains on images; a state file in the cache lets it resume where it was interrupted."""
-
-    trains = True
-
-    @abstractmethod
-    def training(self) -> LabelledTraining:
-        """Return the training, not yet started."""
-
-    @abstractmethod
-    def results(self, training: Any) -> Iterator[Score]:
-        """Yield the scores of what was trained."""
-
-    def conditions(self, augment: AugmentConfig) -> Conditions:
-        """Return the conditions of a training with this augmentation."""
-        protocol = self.subject.protocol(self.data)
-        return Conditions(protocol, augment, self.config.seed, self.subject.ranks, self.config.speed)
-
-    def run(self) -> Iterator[Score]:
-        subject = self.subject
-        identity = [subject.fingerprint, subject.encoder.image_size, self.name, self.training_images().fingerprint()]
-        key = digest([*identity, self.data.test.fingerprint(), self.config.seed, self.settings()])
-        state_file = cache_folder() / "evaluations" / f"{key}.safetensors"
-        require_writable_cache(state_file.parent)
-        training = self.training()
-        training.train(state_file, self.progress)
-        yield from self.results(training)
-        if subject.ranks.is_main:
-            state_file.unlink(missing_ok=True)
+def state_file(identity: Iterable[Any]) -> Path:
+    """Return the file in the cache that keeps the state of a training, of all that its result depends on."""
+    path = cache_folder() / "evaluations" / f"{digest(identity)}.safetensors"
+    require_writable_cache(path.parent)
+    return path

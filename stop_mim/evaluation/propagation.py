@@ -6,9 +6,8 @@ Nothing is trained: each patch takes the labels of its nearest patches in the fi
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -17,13 +16,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
 from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.stored import Progress
 from stop_mim.data.videos import Video, write_mask
 from stop_mim.errors import InputError
 from stop_mim.evaluation.overlays import write_overlays
 from stop_mim.evaluation.segmentation import Mask, VideoScores, score_videos
+from stop_mim.evaluation.tasks.video import PropagationConfig
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.positions import Grid
 
@@ -33,25 +32,6 @@ LONG_SIDE_STEP = 64
 
 # Features and soft labels of the patches of one frame.
 LabelledFrame = tuple[Float[Tensor, "patches dim"], Float[Tensor, "patches classes"]]
-
-
-@dataclass(frozen=True)
-class PropagationConfig(Checked, group="video.propagation"):
-    """How labels go from frame to frame; the defaults are those of the paper, which follows DINO."""
-
-    variant: Literal["dino", "soft"] = "dino"
-    """dino: seeds of one object per patch, and each object's map stretched to 0..1 before the largest is taken; soft: seeds
-    are fractions of patches, and maps are compared as they are."""
-    short_side: Annotated[int, ABOVE_ZERO] = 480
-    """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
-    context_frames: Annotated[int, AT_LEAST_ZERO] = 7
-    """How many of the frames just before give labels, besides the first."""
-    temperature: Annotated[float, ABOVE_ZERO] = 0.1
-    """A patch has the weight exp(cosine / temperature)."""
-    window: Annotated[int, AT_LEAST_ZERO] = 12
-    """A patch looks at patches up to this many rows and columns away."""
-    neighbours: Annotated[int, ABOVE_ZERO] = 5
-    """How many patches, of all in the window in all context frames, give their labels."""
 
 
 Size = tuple[int, int]

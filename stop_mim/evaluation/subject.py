@@ -45,6 +45,7 @@ class GivenMasks:
     folder: Path
     ranks: Ranks
     run: None = None
+    encoder: None = None
 
     def facts(self) -> dict[str, Any]:
         """Return what a result records of them: nothing."""

@@ -1,19 +1,28 @@
-"""Tasks: what an encoder is scored on. A task is one class in one file, registered by name; see `Task`."""
+"""Tasks: what an encoder is scored on. A task is one class in one file, registered by name; see `Task`.
+
+This module and the tasks of the package import torch inside functions, so that mistyped options are refused at once.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from stop_mim.data.labelled import LabelledSet
-from stop_mim.data.stored import Progress
 from stop_mim.evaluation.config import EvaluateConfig
-from stop_mim.evaluation.features import LabelledFeatures
-from stop_mim.evaluation.protocols import Protocol
+from stop_mim.options import AugmentConfig
 from stop_mim.registry import Registry
 from stop_mim.results import Score
 
+if TYPE_CHECKING:
+    from stop_mim.data.labelled import LabelledSet
+    from stop_mim.data.stored import Progress
+    from stop_mim.evaluation.features import LabelledFeatures
+    from stop_mim.evaluation.labelled_training import Conditions, LabelledTraining
+    from stop_mim.evaluation.protocols import Protocol
+
+# The k of top-k accuracies.
+TOP = (1, 5)
 TASKS: Registry[type["Task"]] = Registry("task", "stop_mim.evaluation.tasks")
 
 
@@ -36,7 +45,7 @@ class Task(ABC):
     trains: ClassVar[bool] = False
     """Whether it trains on images; --task all runs these tasks last."""
 
-    def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: Progress) -> None:
+    def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: "Progress") -> None:
         self.name, self.config, self.subject, self.data, self.progress = name, config, subject, data, progress
         self.options: Any = options_of(config, name) if self.Options is not None else None
         self.details: dict[str, Any] = {}
@@ -50,11 +59,11 @@ class Task(ABC):
         """Yield what a user should know before the task runs, in sentences."""
         yield from ()
 
-    def protocol(self) -> Protocol:
+    def protocol(self) -> "Protocol":
         """Return how images are seen."""
         return self.subject.protocol(self.data)
 
-    def training_images(self) -> LabelledSet:
+    def training_images(self) -> "LabelledSet":
         """Return the images that a task on images learns from."""
         return self.data.train
 
@@ -80,8 +89,40 @@ class FeatureTask(Task):
             yield from self.scores(train, test)
 
     @abstractmethod
-    def scores(self, train: LabelledFeatures, test: LabelledFeatures) -> Iterator[Score]:
+    def scores(self, train: "LabelledFeatures", test: "LabelledFeatures") -> Iterator[Score]:
         """Yield the scores; nothing may be chosen by the test features."""
+
+
+class TrainingTask(Task):
+    """A task that trains on images; a state file in the cache lets it resume where it was interrupted."""
+
+    trains = True
+
+    @abstractmethod
+    def training(self) -> "LabelledTraining":
+        """Return the training, not yet started."""
+
+    @abstractmethod
+    def results(self, training: Any) -> Iterator[Score]:
+        """Yield the scores of what was trained."""
+
+    def conditions(self, augment: AugmentConfig) -> "Conditions":
+        """Return the conditions of a training with this augmentation."""
+        from stop_mim.evaluation.labelled_training import Conditions
+
+        return Conditions(self.protocol(), augment, self.config.seed, self.subject.ranks, self.config.speed)
+
+    def run(self) -> Iterator[Score]:
+        from stop_mim.evaluation.labelled_training import state_file
+
+        subject = self.subject
+        identity = [subject.fingerprint, subject.encoder.image_size, self.name, self.training_images().fingerprint()]
+        path = state_file([*identity, self.data.test.fingerprint(), self.config.seed, self.settings()])
+        training = self.training()
+        training.train(path, self.progress)
+        yield from self.results(training)
+        if subject.ranks.is_main:
+            path.unlink(missing_ok=True)
 
 
 def options_of(config: EvaluateConfig, name: str) -> Any:

@@ -74,7 +74,6 @@ def test_data_that_do_not_fit_are_refused(colours, tmp_path):
     flat = tmp_path / "flat"
     shutil.copytree(colours / "train" / "red", flat)
     for arguments, message in (
-        (("",), "--data"),
         ((str(colours), None, "count"), "'count': choose one of class"),
         ((str(flat),), "no labels"),
         ((str(colours), str(flat)), "no label 'class'"),

@@ -23,14 +23,13 @@ from stop_mim.evaluation import evaluate as evaluate_module
 from stop_mim.evaluation import subject as subject_module
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate
-from stop_mim.evaluation.propagation import PropagationConfig
 from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions, LowShotFinetuneOptions
 from stop_mim.evaluation.tasks.knn import KnnOptions
 from stop_mim.evaluation.tasks.linear import LinearOptions
 from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
 from stop_mim.evaluation.tasks.low_shot import LowShotOptions
-from stop_mim.evaluation.tasks.video import VideoOptions
+from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
 from stop_mim.exchange.export import export_encoder
 from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
 from stop_mim.results import find_score, read_results

@@ -35,16 +35,15 @@ from stop_mim.data.augment import IMAGENET_MEAN as MEAN
 from stop_mim.data.augment import normalise
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
-from stop_mim.evaluation.tasks.finetune import (
+from stop_mim.evaluation.finetuning import (
     Classifier,
-    FinetuneOptions,
     FinetuneTraining,
-    LowShotFinetuneOptions,
     Mixing,
     RandAugment,
     make_optimiser,
     trainable_copy,
 )
+from stop_mim.evaluation.tasks.finetune import FinetuneOptions, LowShotFinetuneOptions
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.seeds import derive_seed

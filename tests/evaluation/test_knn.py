@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from stop_mim.evaluation.tasks.knn import knn
+from stop_mim.evaluation.probes import knn
 from stop_mim.models import neighbours
 from stop_mim.models.neighbours import nearest, votes
 

@@ -5,14 +5,12 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
+from small_trainings import coloured, make_task, small_encoder
 
-from stop_mim.evaluation import logistic
+from stop_mim.evaluation import logistic, probes
 from stop_mim.evaluation.logistic import PENALTIES, TrainingFeatures, choose_penalty, fit_stacked
 from stop_mim.evaluation.minimiser import minimise
-from stop_mim.evaluation.tasks import low_shot as low_shot_module
-from stop_mim.evaluation.tasks.linear import linear_probe
-from stop_mim.evaluation.tasks.low_shot import DEFAULT_PENALTY, choose_penalties, draw_notes, low_shot
-from stop_mim.evaluation.tasks.low_shot import PENALTIES as LOW_SHOT_PENALTIES
+from stop_mim.evaluation.probes import DEFAULT_PENALTY, LOW_SHOT_PENALTIES, choose_penalties, linear_probe, low_shot
 
 CPU = torch.device("cpu")
 
@@ -181,7 +179,7 @@ def few_scores(draws, features, labels):
 
 
 def test_mean_and_deviation_are_those_of_the_draws(few, monkeypatch):
-    monkeypatch.setattr(low_shot_module, "FOLDS", 2)
+    monkeypatch.setattr(probes, "FOLDS", 2)
     features, labels = few
     draws = [(features[part : part + 70], labels[part : part + 70]) for part in (0, 70, 140)]
     scores = few_scores(draws, *few)
@@ -209,13 +207,13 @@ def test_a_given_penalty_is_of_all_images_together(few):
 
 
 def test_a_fraction_that_cannot_be_drawn_is_noted():
-    draws = {"1%": [np.arange(6)], "10%": [np.arange(24)], "1": [np.arange(6)], "list": [np.arange(7)]}
-    (note,) = draw_notes(draws, 240)
+    task = make_task("low-shot", small_encoder(), coloured(240, 6), coloured(6, 6), amounts=("1%", "10%", "1"))
+    (note,) = task.notes()
     assert note.startswith("1% of 240 images are 6 here (2.5%)")
 
 
 def test_the_penalty_comes_from_folds_of_the_few(few, monkeypatch):
-    monkeypatch.setattr(low_shot_module, "FOLDS", 3)
+    monkeypatch.setattr(probes, "FOLDS", 3)
     features, labels = few
     draws = [(features[part : part + size], labels[part : part + size]) for part, size in ((0, 70), (70, 21), (7, 7))]
     noise = torch.randn(70, 30, generator=torch.Generator().manual_seed(1)), labels[:70]
@@ -225,15 +223,15 @@ def test_the_penalty_comes_from_folds_of_the_few(few, monkeypatch):
     assert chosen[0].held_out > 0.4 > 0.35 > chosen[3].held_out
     # With one image per class nothing can be held out.
     assert chosen[2].penalty == DEFAULT_PENALTY
-    monkeypatch.setattr(low_shot_module, "fit_together", fit_stacked)
+    monkeypatch.setattr(probes, "fit_together", fit_stacked)
     together = choose_penalties(draws, 7)
     assert [one.penalty for one in together] == [one.penalty for one in chosen[:3]]
     np.testing.assert_allclose([one.held_out for one in together], [one.held_out for one in chosen[:3]], atol=0.03)
 
 
 def test_of_many_labels_one_part_is_held_out_as_by_the_linear_probe(few, monkeypatch):
-    monkeypatch.setattr(low_shot_module, "FEW", 100)
-    monkeypatch.setattr(low_shot_module, "PENALTIES", PENALTIES)
+    monkeypatch.setattr(probes, "FEW", 100)
+    monkeypatch.setattr(probes, "LOW_SHOT_PENALTIES", PENALTIES)
     (ours,), theirs = choose_penalties([few], 7, seed=3), choose_penalty([few[0]], few[1], 7, CPU, seed=3)
     assert ours.penalty == theirs.penalty
     assert ours.held_out == pytest.approx(theirs.held_out)

@@ -12,14 +12,13 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation import propagation
 from stop_mim.evaluation.propagation import (
     VARIANTS,
-    PropagationConfig,
     patch_features,
     propagate,
     propagate_labels,
     segment_videos,
 )
 from stop_mim.evaluation.segmentation import score_masks, score_videos
-from stop_mim.evaluation.tasks.video import VideoOptions
+from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.models.hub_encoder import HubEncoder
 

@@ -17,9 +17,8 @@ from sklearn.preprocessing import StandardScaler
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate
-from stop_mim.evaluation.propagation import PropagationConfig
 from stop_mim.evaluation.tasks.low_shot import LowShotOptions
-from stop_mim.evaluation.tasks.video import VideoOptions
+from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
 from stop_mim.training.config import SpeedConfig
 
 PATCH, GRID = 16, 4

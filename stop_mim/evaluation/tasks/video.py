@@ -3,18 +3,33 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from stop_mim.constraints import Checked
-from stop_mim.evaluation.data import VideoData
-from stop_mim.evaluation.propagation import PropagationConfig, segment_videos
-from stop_mim.evaluation.segmentation import VideoScores, score_masks
-from stop_mim.evaluation.subject import GivenMasks
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
 from stop_mim.evaluation.task import TASKS, Task
 from stop_mim.results import Score
 
 # As in the paper's table.
 HEADLINES = ("J&F", "J_mean", "F_mean")
+
+
+@dataclass(frozen=True)
+class PropagationConfig(Checked, group="video.propagation"):
+    """How labels go from frame to frame; the defaults are those of the paper, which follows DINO."""
+
+    variant: Literal["dino", "soft"] = "dino"
+    """dino: seeds of one object per patch, and each object's map stretched to 0..1 before the largest is taken; soft: seeds
+    are fractions of patches, and maps are compared as they are."""
+    short_side: Annotated[int, ABOVE_ZERO] = 480
+    """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
+    context_frames: Annotated[int, AT_LEAST_ZERO] = 7
+    """How many of the frames just before give labels, besides the first."""
+    temperature: Annotated[float, ABOVE_ZERO] = 0.1
+    """A patch has the weight exp(cosine / temperature)."""
+    window: Annotated[int, AT_LEAST_ZERO] = 12
+    """A patch looks at patches up to this many rows and columns away."""
+    neighbours: Annotated[int, ABOVE_ZERO] = 5
+    """How many patches, of all in the window in all context frames, give their labels."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +57,25 @@ class VideoSegmentation(Task):
     Options = VideoOptions
     needs = "videos"
     options: VideoOptions
-    data: VideoData
 
     def settings(self) -> dict[str, Any]:
-        given = isinstance(self.subject, GivenMasks)
-        propagation = {} if given else asdict(self.options.propagation)
+        propagation = {} if self.subject.encoder is None else asdict(self.options.propagation)
         return {"name": "davis", "foreground": self.config.foreground, **propagation}
 
     def run(self) -> Iterator[Score]:
         """Yield means over all objects; the details have every sequence."""
         if self.subject.ranks.is_main:
-            scores = self._scores()
-            self.details.update(scores)
-            for metric, value in scores.items():
+            self.details.update(self._scores())
+            for metric, value in self.details.items():
                 if metric != "sequences":
                     yield Score(metric, 100 * value, headline=metric in HEADLINES)
 
-    def _scores(self) -> VideoScores:
+    def _scores(self) -> dict[str, Any]:
+        from stop_mim.evaluation.propagation import segment_videos
+        from stop_mim.evaluation.segmentation import score_masks
+
         videos, subject, foreground = self.data.videos, self.subject, self.config.foreground
-        if isinstance(subject, GivenMasks):
+        if subject.encoder is None:
             return score_masks(videos, subject.folder, foreground, self.progress)
         device, options = subject.ranks.device, self.options
         out = options.masks if options.masks is None or subject.place is None else options.masks / subject.place
