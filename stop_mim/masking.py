@@ -6,7 +6,7 @@ how it is chosen and what is lost.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -88,17 +88,9 @@ def _blockwise(config: MaskConfig, grid: Grid) -> MaskSampler:
 
 @MASKS.register("multiblock")
 def _multiblock(config: MaskConfig, grid: Grid) -> MaskSampler:
-    return MultiBlockMasks(
-        grid,
-        config.n_blocks,
-        config.target_scale,
-        config.target_aspect,
-        config.context_scale,
-        config.context_aspect,
-        config.target_tokens,
-        config.context_tokens,
-        config.compat,
-    )
+    options = asdict(config)
+    del options["kind"], options["mask_ratio"]
+    return MultiBlockMasks(grid, **options)
 
 
 class RandomMasks:
@@ -402,12 +394,10 @@ def _place_blocks(
 def _block_masks(
     corners: Int[Tensor, "batch blocks 2"], shapes: Int[Tensor, "batch blocks 2"], grid: Grid
 ) -> Bool[Tensor, "batch blocks patches"]:
-    ends = corners + shapes
-    inside = [
-        (steps >= corners[..., axis, None]) & (steps < ends[..., axis, None])
-        for axis in (0, 1)
-        for steps in [torch.arange(grid[axis], device=corners.device)]
-    ]
+    inside = []
+    for axis in (0, 1):
+        numbers, first = torch.arange(grid[axis], device=corners.device), corners[..., axis, None]
+        inside.append((numbers >= first) & (numbers < first + shapes[..., axis, None]))
     return (inside[0][..., :, None] & inside[1][..., None, :]).flatten(-2)
 
 

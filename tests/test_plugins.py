@@ -49,10 +49,10 @@ class NoiseKind(SourceKind):
 import torch
 from torch import nn
 
-from stop_mim.positions.covariance import Covariance, covariance
+from stop_mim.positions import COVARIANCES, Covariance
 
 
-@covariance("scalar")
+@COVARIANCES.register("scalar")
 class Scalar(Covariance):
     """One learned scale for all features."""
 

@@ -290,16 +290,13 @@ def _are_sincos(encoder: Encoder) -> bool:
 
 def encoder_metadata(encoder: Encoder) -> dict[str, str]:
     """Return how to build an encoder, as metadata of a file; raise InputError unless it is a plain Vision Transformer."""
-    wrong = peculiarity(encoder.vit.blocks[0])
-    architecture = {} if wrong else encoder.architecture()
-    wrong = wrong or misfit(encoder.vit.state_dict(), shell(architecture).state_dict())
-    if wrong:
+    if wrong := peculiarity(encoder):
         raise InputError(
             f"This encoder is not a plain Vision Transformer ({wrong}): only those can be saved or exported."
         )
     metadata = {
         "format": FILE_FORMAT,
-        "architecture": json.dumps(architecture),
+        "architecture": json.dumps(encoder.architecture()),
         "mean": json.dumps(encoder.mean),
         "std": json.dumps(encoder.std),
     }
@@ -310,15 +307,17 @@ def encoder_metadata(encoder: Encoder) -> dict[str, str]:
     return metadata
 
 
-def peculiarity(block: Any) -> str | None:
-    """Describe what a layer has that neither `architecture` nor the names of its weights show; None if nothing."""
-    # ShortAttention computes what the attention that it replaced computes.
-    if type(block) is not Block or type(block.attn) not in (Attention, ShortAttention) or type(block.mlp) is not Mlp:
-        return "its layers are of another kind"
-    activation = block.mlp.act
-    return (
-        None if isinstance(activation, nn.GELU) and activation.approximate == "none" else f"{activation} in its layers"
-    )
+def peculiarity(encoder: Encoder) -> str | None:
+    """Describe what an encoder has that a plain Vision Transformer has not; None if it is one."""
+    for block in encoder.vit.blocks:
+        # ShortAttention computes what the attention that it replaced computes.
+        is_known = type(block.attn) in (Attention, ShortAttention) and type(block.mlp) is Mlp
+        if type(block) is not Block or not is_known:
+            return "its layers are of another kind"
+        activation = block.mlp.act
+        if not isinstance(activation, nn.GELU) or activation.approximate != "none":
+            return f"{activation} in its layers"
+    return misfit(encoder.vit.state_dict(), shell(encoder.architecture()).state_dict())
 
 
 def save_encoder(encoder: Encoder, path: str | Path) -> None:

@@ -55,7 +55,8 @@ class HubEncoder(nn.Module):
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch n_patches dim"]:
         """Return normed tokens of all patches."""
-        return self._patches(self._run(images)[-1], images)
+        n_patches = math.prod(patch_grid(images, self.patch_size))
+        return self.model.layernorm(self._run(images)[-1])[:, -n_patches:]
 
     def embed(
         self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
@@ -67,15 +68,10 @@ class HubEncoder(nn.Module):
         return torch.cat([pool_tokens(tokens, n_patches, self.pool) for tokens in found], dim=1)
 
     def _run(self, images: Tensor) -> tuple[Tensor, ...]:
-        patch_grid(images, self.patch_size)
         # DINOv2 always interpolates its positions and has no such argument.
         asked = not self.model.config.model_type.startswith("dinov2")
         options = {"interpolate_pos_encoding": True} if asked and images.shape[-2:] != self._own_size else {}
         return self.model(images, output_hidden_states=True, **options).hidden_states
-
-    def _patches(self, tokens: Tensor, images: Tensor) -> Float[Tensor, "batch n_patches dim"]:
-        n_patches = math.prod(patch_grid(images, self.patch_size))
-        return self.model.layernorm(tokens)[:, tokens.shape[1] - n_patches :]
 
 
 def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:

@@ -78,7 +78,9 @@ class IJEPA(TargetObjective):
         self.require_fit(images, masks)
         predicted, target = self.predict(images, masks, noise), self.target_features(images, masks)
         loss = F.smooth_l1_loss(predicted.float(), target.float(), beta=self.beta)
-        return loss + self.l1_strength * self.predictor.projection.weight.abs().mean() if self.l1_strength else loss
+        if self.l1_strength:
+            loss = loss + self.l1_strength * self.predictor.projection.weight.abs().mean()
+        return loss
 
     def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Features:
         """Return the features of the target blocks as predicted from the context."""

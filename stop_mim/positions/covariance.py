@@ -1,13 +1,12 @@
 """Covariance forms: the factor A of Σ = σ A Aᵀ, tied to the context's projection or learned on its own.
 
-A new form is one class with one decorator, in any module: `@covariance("name") class Mine(Covariance)`.
+A new form is one class with one decorator, in any module: `@COVARIANCES.register("name") class Mine(Covariance)`.
 """
 
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,13 +38,6 @@ class Covariance(nn.Module, ABC):
 
 COVARIANCES: Registry[type[Covariance]] = Registry("covariance", __name__)
 
-Form = TypeVar("Form", bound=type[Covariance])
-
-
-def covariance(name: str) -> Callable[[Form], Form]:
-    """Register a covariance form under a name."""
-    return COVARIANCES.register(name)
-
 
 def make_covariance(name: str, dim: int, projection: nn.Linear | None) -> Covariance:
     """Return the covariance of that name, such as "tied" or "low_rank(8)"."""
@@ -57,7 +49,7 @@ def make_covariance(name: str, dim: int, projection: nn.Linear | None) -> Covari
     return form(dim, projection) if found is None else form(dim, projection, int(found[2]))
 
 
-@covariance("tied")
+@COVARIANCES.register("tied")
 class TiedCovariance(Covariance):
     """The paper's form: A is the weight of the layer that projects the context."""
 
@@ -73,7 +65,7 @@ class TiedCovariance(Covariance):
         return self._projection[0].weight
 
 
-@covariance("identity")
+@COVARIANCES.register("identity")
 class IdentityCovariance(Covariance):
     """Σ = σ I: the paper's comparison with a fixed covariance."""
 
@@ -91,7 +83,7 @@ class IdentityCovariance(Covariance):
         return noise
 
 
-@covariance("diagonal")
+@COVARIANCES.register("diagonal")
 class DiagonalCovariance(Covariance):
     """A learned scale for each feature, without correlations."""
 
@@ -108,7 +100,7 @@ class DiagonalCovariance(Covariance):
         return noise * self.scale
 
 
-@covariance("untied")
+@COVARIANCES.register("untied")
 class UntiedCovariance(Covariance):
     """A learned A that is not shared with the projection: only the loss keeps it from vanishing."""
 
@@ -125,7 +117,7 @@ class UntiedCovariance(Covariance):
         return self.weight
 
 
-@covariance("low_rank")
+@COVARIANCES.register("low_rank")
 class LowRankCovariance(UntiedCovariance):
     """An untied A with r columns."""
 

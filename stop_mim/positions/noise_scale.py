@@ -39,5 +39,17 @@ class NoiseScale(nn.Module):
         scales = torch.exp(math.log(self.most) * torch.tanh(scores - scores.mean()))
         return scales / scales.square().mean().sqrt()
 
+    def of_rows(self, context: Tensor | None, rows: int) -> Tensor:
+        """Return s of the image of every row of indices, (rows, 1, 1); each image has the same number of consecutive rows."""
+        if context is None:
+            raise InputError(
+                "context is None and the noise depends on the context: call positions(indices, context=features)."
+            )
+        if rows % len(context):
+            raise InputError(
+                f"indices have {rows} rows and the context {len(context)} images: give every image the same number of rows."
+            )
+        return self(context).repeat_interleave(rows // len(context))[:, None, None]
+
     def extra_repr(self) -> str:
         return f"context_dim={self.weight.shape[1]}, most={self.most:g}"

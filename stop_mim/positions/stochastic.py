@@ -103,7 +103,10 @@ class StochasticPositions(Positions):
             noise = self.draw_noise(indices, tokens=tokens)
         if noise is None:
             return mean
-        return stochastic_positions(mean, noise, self._noise_std_of(indices, context), self.covariance)
+        noise_std = self.noise_std
+        if self.noise_scale is not None:
+            noise_std = noise_std * self.noise_scale.of_rows(context, len(indices)).to(noise_std)
+        return stochastic_positions(mean, noise, noise_std, self.covariance)
 
     def mean(self, indices: Tensor, *, tokens: Tokens = "masked") -> Tensor:
         """Return the positions without noise."""
@@ -133,19 +136,3 @@ class StochasticPositions(Positions):
             f"{super().extra_repr()}, sigma={self.sigma:g}, apply_to={self.apply_to}, "
             f"covariance={self.covariance_name}, convention={self.convention}"
         )
-
-    def _noise_std_of(self, indices: Tensor, context: Tensor | None) -> Tensor:
-        """Return the standard deviation of n, for each row of indices if it depends on the image."""
-        if self.noise_scale is None:
-            return self.noise_std
-        if context is None:
-            raise InputError(
-                "context is None and the noise depends on the context: call positions(indices, context=features)."
-            )
-        rows, images = len(indices), len(context)
-        if rows % images:
-            raise InputError(
-                f"indices have {rows} rows and the context {images} images: give every image the same number of rows."
-            )
-        scale = self.noise_scale(context).repeat_interleave(rows // images)
-        return self.noise_std * scale.to(self.noise_std)[:, None, None]

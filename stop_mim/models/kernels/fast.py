@@ -30,7 +30,7 @@ def use_fast_kernels(
         calls_layers: whether layers must be called as modules, because hooks gather their weights.
     """
     if device.type == "cuda" and is_half(precision, device):
-        if isinstance(objective, IJEPA) and has_frozen_forward(objective.target) and not calls_layers:
+        if isinstance(objective, IJEPA) and not calls_layers and has_frozen_forward(objective.target):
             objective.tokens_at = frozen_tokens
         for module in list(objective.modules()):
             attention = getattr(module, "attn", None)

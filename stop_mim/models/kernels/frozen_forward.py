@@ -12,27 +12,13 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches, peculiarity
-from stop_mim.models.kernels.short_attention import attend, is_plain_attention
+from stop_mim.models.kernels.short_attention import attend
 
 
 def has_frozen_forward(encoder: Encoder) -> bool:
     """Return whether `frozen_tokens` supports the encoder: a plain Vision Transformer without prefix tokens."""
-    vit = encoder.vit
-    plain = all(peculiarity(block) is None and _is_plain(block) for block in vit.blocks)
-    around = isinstance(vit.norm, nn.LayerNorm) and all(
-        isinstance(norm, nn.Identity) for norm in (vit.norm_pre, vit.patch_embed.norm)
-    )
-    return plain and around and not vit.num_prefix_tokens
-
-
-def _is_plain(block: Block) -> bool:
-    linear = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
-    extras = (block.ls1, block.ls2, block.mlp.norm)
-    return (
-        is_plain_attention(block.attn)
-        and all(isinstance(extra, nn.Identity) for extra in extras)
-        and all(layer.bias is not None for layer in linear)
-    )
+    has_biases = encoder.vit.blocks[0].attn.qkv.bias is not None
+    return not encoder.vit.num_prefix_tokens and has_biases and peculiarity(encoder) is None
 
 
 @torch.no_grad()
