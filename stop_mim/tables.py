@@ -82,3 +82,11 @@ def write_tables(path: Path, tables: Sequence[Table]) -> None:
     check_table_file(path)
     parts = [table.markdown() if path.suffix == ".md" else table.latex() for table in tables]
     write_atomically(path, lambda file: file.write_text("\n".join(parts), encoding="utf-8"))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as 40 seconds, 3.5 minutes or 12.0 hours."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

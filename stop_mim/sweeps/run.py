@@ -24,6 +24,7 @@ from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
+from stop_mim.tables import duration
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import read_metrics
@@ -201,14 +202,6 @@ def steps_per_second(config: "TrainConfig") -> float:
                 taken += run_seconds(step, device, 1, 1)
     # The first steps compile and fill caches.
     return share / statistics.median(taken[MEASURED_STEPS[0] :] or taken[-1:])
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words, such as 40 seconds, 3.5 minutes or 12.0 hours."""
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

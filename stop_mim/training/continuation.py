@@ -1,6 +1,6 @@
 """Whether a run can go on from a checkpoint: what identifies it, and what must not change."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 
 from stop_mim.data.batches import Batches
 from stop_mim.errors import InputError
-from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.inputs import StepInputs
@@ -41,6 +40,10 @@ def open_checkpoint(
         return saved, damaged
     if damaged:
         raise damaged[0]
+    if (weights := folder.initial_weights()) is not None:
+        raise InputError(
+            f"{folder.path} was to begin with {weights}, which was never saved: start it again with another --out."
+        )
     return None, []
 
 
@@ -77,22 +80,22 @@ def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch
     return replace(config, speed=replace(config.speed, **{name: before[name] for name in left_open}))
 
 
-def check_continuation(before: Mapping[str, Any], now: Mapping[str, Any], data: str, display: ProgressDisplay) -> None:
+def check_continuation(
+    before: Mapping[str, Any], now: Mapping[str, Any], data: str, warn: Callable[[str], None]
+) -> None:
     """Refuse other data than those of the checkpoint; warn of what makes random draws differ."""
     # A copy of the data has other times. Checkpoints of earlier versions have no contents.
     if before["data"] != now["data"] and before.get("contents") != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
     if before["batch_size_per_device"] != now["batch_size_per_device"]:
-        display.warn(
+        warn(
             f"positions.conditioned is True and speed.batch_size_per_device was {before['batch_size_per_device']} and is "
             f"{now['batch_size_per_device']} now: the noise of an image depends on it."
         )
     if now["device"] == "cpu" and before.get("threads", now["threads"]) != now["threads"]:
-        display.warn(
+        warn(
             f"This run used {before['threads']} CPU thread(s) and continues with {now['threads']}: sums are rounded "
             f"differently, so that it does not continue bit for bit; set OMP_NUM_THREADS={before['threads']} to avoid it."
         )
     if before["loader"] != now["loader"]:
-        display.warn(
-            f"The loader was {before['loader']} and is {now['loader']} now: the run continues with other crops."
-        )
+        warn(f"The loader was {before['loader']} and is {now['loader']} now: the run continues with other crops.")

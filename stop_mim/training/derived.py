@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stop_mim.training.config import OptimConfig, TrainConfig
+from stop_mim.training.config import TrainConfig
 
 FEWEST_A_BATCH, MOST_A_BATCH, BATCHES_AN_EPOCH = 16, 256, 16
 ROUND_BATCHES_FROM = 64
@@ -18,8 +18,6 @@ WARMUP, START, FINAL = 0.1, 0.1, 0.01
 """Warm-up as a fraction of the epochs; learning rates at the first and last step as fractions of the peak."""
 STEPS = {"cuda": 20_000, "cpu": 2_000}
 EPOCHS = {"cuda": (100, 800), "cpu": (10, 100)}
-FEWEST_STEPS = 1_000
-"""A run that takes fewer steps learns little."""
 COUNTED_IN_EPOCHS = ("warmup_epochs", "hold_after_epoch")
 
 
@@ -58,11 +56,7 @@ def epochs_for(steps_per_epoch: int, device: str) -> int:
 def following(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     """Return a config with the epochs that are given, in which what is counted in epochs keeps its fraction of them.
 
-    Fields that are given are not derived from the number of images.
-
-    Args:
-        config: such as a recipe's.
-        given: values, or texts of values, by the path of their field; all others but optim.epochs only count as given.
+    `given` are values, or texts of values, by the path of their field; such fields are not derived from the images.
     """
     optim = config.optim
     derived = tuple(name for name in optim.derive if f"optim.{name}" not in given)
@@ -76,36 +70,6 @@ def following(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     kept = {name: value for name in COUNTED_IN_EPOCHS if (value := getattr(optim, name)) is not None}
     scaled: dict[str, Any] = {name: _short(factor * value) for name, value in kept.items()} if factor != 1 else {}
     return replace(config, optim=replace(optim, epochs=round(factor * optim.epochs), derive=derived, **scaled))
-
-
-def warnings_about(optim: OptimConfig, images: int, recipe: OptimConfig | None = None) -> list[str]:
-    """Return warnings about a run that is too short, leaves images out, or has a learning rate for another batch.
-
-    Args:
-        optim: of the run.
-        images: number of images in the dataset.
-        recipe: the recipe's own values, if there are any.
-    """
-    steps_per_epoch = images // optim.batch_size
-    left_out, steps = images - steps_per_epoch * optim.batch_size, optim.epochs * steps_per_epoch
-    found = []
-    if steps < FEWEST_STEPS:
-        found.append(
-            f"The run has {steps:,} steps, too few to learn much (the demo's very small model takes 2,600): raise "
-            "optim.epochs, lower optim.batch_size, or add images."
-        )
-    if left_out > images / 10:
-        found.append(
-            f"{left_out:,} of the {images:,} images do not fill a batch of {optim.batch_size:,} and are left out of an epoch, "
-            "others in each: lower optim.batch_size."
-        )
-    if recipe is not None and optim.lr == recipe.lr and optim.batch_size != recipe.batch_size:
-        scaled = _short(recipe.lr * math.sqrt(optim.batch_size / recipe.batch_size))
-        found.append(
-            f"optim.batch_size is {optim.batch_size:,}, and optim.lr is the recipe's {recipe.lr:g} for {recipe.batch_size:,} "
-            f"images: it is not scaled; with the square root of the batch it would be {scaled:g} (--optim.lr {scaled:g})."
-        )
-    return found
 
 
 def _short(value: float) -> float:

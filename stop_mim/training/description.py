@@ -1,85 +1,99 @@
 """What is shown of a run before its first step: data, model, schedule, speed, and warnings."""
 
-from collections.abc import Callable
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stop_mim.data.bad_images import skipped
 from stop_mim.models.objective import TargetObjective
+from stop_mim.tables import duration
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import OptimConfig
-from stop_mim.training.derived import warnings_about
-from stop_mim.training.inputs import StepInputs
 from stop_mim.training.recipes import RECIPES
 from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.schedules import ema_start, initial_part
-from stop_mim.training.trial import Trial, duration
+from stop_mim.training.trial import Trial
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import Parts
 
-# Of the target encoder, at the end of a run.
+FEWEST_STEPS = 1_000
+"""A run that takes fewer steps learns little."""
 MOST_INITIAL_PART = 0.01
+"""Of the target encoder, at the end of a run."""
 
 
 def describe_run(
     parts: "Parts", folder: RunFolder, display: ProgressDisplay, recipe: str = "", trial: Trial | None = None
 ) -> None:
-    """Show what is trained, and of a new run the warnings.
-
-    Args:
-        parts: of the run.
-        folder: the run directory.
-        display: where to show it.
-        recipe: of a new run, which is compared with it.
-        trial: what steps before a new run measured.
-    """
-    config, trainer, encoder = parts.config, parts.trainer, parts.objective.encoder
+    """Show what is trained, and of a new run the warnings."""
+    config, trainer, inputs, encoder = parts.config, parts.trainer, parts.inputs, parts.objective.encoder
+    optim, per_epoch, total, ranks = config.optim, parts.steps_per_epoch, trainer.total_steps, trainer.ranks
     parameters = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
-    display.say(f"run        {folder.path}")
-    display.say(f"data       {config.data}; {parts.images.description}")
-    if parts.ignored:
-        display.say(f"skipped    {skipped(0, parts.ignored)}")
-    display.say(f"masks      {parts.inputs.masks}")
-    display.say(f"encoder    {parameters:.1f} M parameters, {encoder.grid[0]}x{encoder.grid[1]} patches")
-    display.say(f"schedule   {describe_schedule(config.optim, parts.steps_per_epoch)}")
-    display.say(f"batch      {describe_batch(parts.inputs)}")
-    display.say(f"device     {trainer.ranks.device}")
+    on_each = f" on each of {ranks.world_size} devices" if ranks.world_size > 1 else ""
+    batches = inputs.batches_per_step
+    accumulated = f", gradients accumulated over {batches}" if batches > 1 else ""
+    measured = resumed = ""
     if trial is not None:
-        seconds, rate = trainer.total_steps * trial.seconds_per_step, config.optim.batch_size / trial.seconds_per_step
-        display.say(
-            f"measured   {rate:,.3g} images/s, {trial.memory / 2**30:.1f} GiB; about {duration(seconds)} in all"
-        )
+        rate, seconds = optim.batch_size / trial.seconds_per_step, total * trial.seconds_per_step
+        measured = f"{rate:,.3g} images/s, {trial.memory / 2**30:.1f} GiB; about {duration(seconds)} in all"
     if trainer.done:
-        display.say(f"resumed    {trainer.done:,} of {trainer.total_steps:,} steps are done")
-    else:
+        resumed = f"{trainer.done:,} of {total:,} steps are done"
+    lines = {
+        "run": folder.path,
+        "data": f"{config.data}; {parts.images.description}",
+        "skipped": skipped(0, parts.ignored),
+        "masks": inputs.masks,
+        "encoder": f"{parameters:.1f} M parameters, {encoder.grid[0]}x{encoder.grid[1]} patches",
+        "schedule": f"{total:,} steps ({optim.epochs:,} epochs of {per_epoch:,}), warm-up {optim.warmup_epochs:g} epochs, "
+        f"learning rate {optim.lr:g}",
+        "batch": f"{optim.batch_size:,} images per step, {inputs.per_device:,} at once{on_each}{accumulated}",
+        "device": ranks.device,
+        "measured": measured,
+        "resumed": resumed,
+    }
+    for name, text in lines.items():
+        if str(text):
+            display.say(f"{name:10} {text}")
+    if not trainer.done:
         usual = RECIPES[recipe]().optim if recipe in RECIPES else None
-        for text in warnings_about(config.optim, parts.n_images, usual):
+        has_target = isinstance(parts.objective, TargetObjective)
+        for text in warnings_about(optim, len(parts.images.order.images), usual, has_target):
             display.warn(text)
-        if isinstance(parts.objective, TargetObjective):
-            warn_of_initial_part(config.optim, trainer.total_steps, display.warn)
 
 
-def describe_schedule(optim: OptimConfig, steps_per_epoch: int) -> str:
-    """Return length, warm-up and learning rate of a run in words."""
-    steps = f"{optim.epochs * steps_per_epoch:,} steps ({optim.epochs:,} epochs of {steps_per_epoch:,})"
-    return f"{steps}, warm-up {optim.warmup_epochs:g} epochs, learning rate {optim.lr:g}"
+def warnings_about(
+    optim: OptimConfig, images: int, recipe: OptimConfig | None = None, has_target: bool = True
+) -> list[str]:
+    """Return warnings about a run that is too short, leaves images out, or has a learning rate for another batch.
 
-
-def describe_batch(inputs: StepInputs) -> str:
-    """Return how the images of a step are divided."""
-    total, processes = inputs.config.optim.batch_size, inputs.ranks.world_size
-    on_each = f" on each of {processes} devices" if processes > 1 else ""
-    accumulated = f", gradients accumulated over {inputs.batches_per_step}" if inputs.batches_per_step > 1 else ""
-    return f"{total:,} images per step, {inputs.per_device:,} at once{on_each}{accumulated}"
-
-
-def warn_of_initial_part(optim: OptimConfig, total_steps: int, warn: Callable[[str], None]) -> None:
-    """Warn if the target encoder, which is saved and evaluated, stays too near to its initial weights."""
-    part = initial_part(optim, total_steps)
-    if part > MOST_INITIAL_PART:
-        warn(
-            f"At the end of this run {part:.0%} of the target encoder will be its initial weights, because "
-            f"optim.ema_start is {ema_start(optim, total_steps):.4g} and the run has {total_steps:,} steps: train longer, or "
-            f"set optim.ema_start to {ema_start(replace(optim, ema_start=None), total_steps):.3g}."
+    `recipe` are the recipe's own values, if there are any.
+    """
+    steps_per_epoch = images // optim.batch_size
+    left_out, steps = images - steps_per_epoch * optim.batch_size, optim.epochs * steps_per_epoch
+    found = []
+    if steps < FEWEST_STEPS:
+        found.append(
+            f"The run has {steps:,} steps, too few to learn much (the demo's very small model takes 2,600): raise "
+            "optim.epochs, lower optim.batch_size, or add images."
         )
+    if left_out > images / 10:
+        found.append(
+            f"{left_out:,} of the {images:,} images do not fill a batch of {optim.batch_size:,} and are left out of an epoch, "
+            "others in each: lower optim.batch_size."
+        )
+    if recipe is not None and optim.lr == recipe.lr and optim.batch_size != recipe.batch_size:
+        scaled = f"{recipe.lr * math.sqrt(optim.batch_size / recipe.batch_size):.3g}"
+        found.append(
+            f"optim.batch_size is {optim.batch_size:,}, and optim.lr is the recipe's {recipe.lr:g} for {recipe.batch_size:,} "
+            f"images: it is not scaled; with the square root of the batch it would be {scaled} (--optim.lr {scaled})."
+        )
+    # The target encoder is what is saved and evaluated.
+    part = initial_part(optim, steps) if has_target else 0.0
+    if part > MOST_INITIAL_PART:
+        found.append(
+            f"At the end of this run {part:.0%} of the target encoder will be its initial weights, because optim.ema_start is "
+            f"{ema_start(optim, steps):.4g} and the run has {steps:,} steps: train longer, or set optim.ema_start to "
+            f"{ema_start(replace(optim, ema_start=None), steps):.3g}."
+        )
+    return found

@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import count, repeat
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -29,18 +28,6 @@ from stop_mim.training.step import MaskedBatches
 MAX_DEFAULT_WORKERS = 8
 # Length of an epoch of synthetic images; long enough for the step to be compiled as in a real run.
 SYNTHETIC_STEPS_PER_EPOCH = 1000
-
-
-@runtime_checkable
-class ImageBatches(Protocol):
-    """What a run needs of its images: `Batches`, or the synthetic images of the benchmark."""
-
-    description: str
-    order: Order
-
-    def starting_at(self, batch: int = 0) -> Generator[Batch, None, None]:
-        """Yield batches without end, beginning with the one of that number."""
-        ...
 
 
 class StepInputs:
@@ -106,7 +93,7 @@ class StepInputs:
             drawn[group] = self.masks.sample(together, ranks.device, generator)
         return [drawn[first // together][first % together : first % together + size] for first in firsts]
 
-    def starting_at(self, images: ImageBatches, first_step: int) -> Generator[MaskedBatches, None, None]:
+    def starting_at(self, images: "Batches | SyntheticImages", first_step: int) -> Generator[MaskedBatches, None, None]:
         """Yield the inputs of every step from the first on, made ahead on a GPU."""
         # Closed at the end, so that the workers of a run that fails end with it.
         with closing(images.starting_at(first_step * self.batches_per_step)) as batches:

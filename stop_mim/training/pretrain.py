@@ -17,7 +17,7 @@ from rich.console import Console
 
 from stop_mim.constraints import check_effects
 from stop_mim.data.batches import Batches
-from stop_mim.data.sources import absolute_name, is_dataset
+from stop_mim.data.sources import is_dataset
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.kernels.fast import is_half
@@ -27,14 +27,14 @@ from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.callbacks.checkpoint import SaveRun, SaveShardedRun
 from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
-from stop_mim.training.callbacks.probe import ProbeData, RunProbe, make_probe, open_probe_data
+from stop_mim.training.callbacks.probe import RunProbe, make_probe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.callbacks.trackers import open_trackers
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.continuation import check_continuation, identity_of, load_as_before, open_checkpoint
 from stop_mim.training.description import describe_run
 from stop_mim.training.distributed import Ranks, broadcast, is_sharded, process_group, require_same, share, wait_for_all
-from stop_mim.training.inputs import ImageBatches, StepInputs, SyntheticImages
+from stop_mim.training.inputs import StepInputs, SyntheticImages
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
@@ -83,7 +83,7 @@ def train(
             folder.discard_bad_images()
         wait_for_all(ranks)
         with ProgressDisplay(console, ranks.is_main, folder.log) as display:
-            config = settle(config, ranks, display.say, memory_of_step)
+            config = settle(replace(config, out=str(folder.path)), ranks, display.say, memory_of_step)
             parts = prepare(config, folder, ranks, display)
             weights = None if initialise is None else initialise(parts.objective, warn=display.warn)
             trial = None
@@ -91,8 +91,7 @@ def train(
                 display.say("measuring  some trial steps, which are undone")
                 trial = take_trial_steps(parts.trainer, config.log.trial_steps)
             if ranks.is_main:
-                kept = replace(with_absolute_paths(config), out=str(folder.path))
-                folder.create(kept, recipe, weights, parts.ignored)
+                folder.create(config, recipe, weights, parts.ignored)
             wait_for_all(ranks)
             with folder.lock(ranks.is_main):
                 if weights is not None:
@@ -123,15 +122,11 @@ def resume(
     folder = RunFolder(Path(path))
     begun = folder.config()
     if data is not None:
-        begun = replace(begun, data=absolute_name(data))
+        begun = replace(begun, data=data)
     elif not is_dataset(begun.data):
         raise InputError(f"The data of this run, '{begun.data}', are not there: give their new place with --data.")
     config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
     saved, damaged = open_checkpoint(folder, checkpoint, or_older)
-    if saved is None and (weights := folder.initial_weights()) is not None:
-        raise InputError(
-            f"{path} was to begin with {weights}, which was never saved: start it again with another --out."
-        )
     with (
         process_group(config.speed) as ranks,
         folder.lock(ranks.is_main),
@@ -157,15 +152,6 @@ def resume(
         return run(parts, folder, display)
 
 
-def memory_of_step(config: TrainConfig, device: torch.device, images: int) -> int:
-    """Return the bytes that a plain step of this run needs for so many images at once."""
-    speed = replace(config.speed, batch_size_per_device=images, compile=False, graph=False)
-    config = replace(config, optim=replace(config.optim, batch_size=images), speed=speed)
-    inputs = StepInputs(config, Ranks(0, 1, 1, device))
-    warn = warnings.warn
-    return step_memory(assemble(config, inputs, SyntheticImages(inputs), warn, warn).trainer)
-
-
 def prepare(
     config: TrainConfig,
     folder: RunFolder,
@@ -183,29 +169,33 @@ def prepare(
     inputs = StepInputs(config, ranks)
     trackers = open_trackers(folder, config) if ranks.is_main else []
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
-    bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
     watch.mark("start-up, opening the images")
+    bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
     images = inputs.open_images(bad_images, partial(display.update, "decoding images"), display.say)
     identity = identity_of(inputs, images)
     # Local copies have other times, and the same contents.
     require_same(f"The data '{config.data}'", identity["contents"] or identity["data"], ranks)
     if before is not None:
-        check_continuation(before, identity, config.data, display)
+        check_continuation(before, identity, config.data, display.warn)
     watch.mark("start-up, building the model")
     parts = assemble(config, inputs, images, display.say, display.warn)
     objective, log, steps_per_epoch = parts.objective, config.log, parts.steps_per_epoch
     measuring: list[Callback] = [WatchHealth(objective, log.health_every_steps, display.warn)]
     if probe_data is not None:
-        measuring.append(open_probe(parts, probe_data, folder, display))
-    kind = SaveShardedRun if is_sharded(objective) else SaveRun
-    saving = kind(folder, config.checkpoint, steps_per_epoch, objective.frozen, identity)
+        watch.mark("start-up, decoding labelled images")
+        decoding, file = partial(display.update, "decoding labelled images"), folder.bad_images_file
+        probe = None
+        if ranks.is_main:
+            probe = make_probe(config, probe_data, objective.frozen, parts.autocast, ranks.device, file, decoding)
+        measuring.append(RunProbe(config.probe, probe, probe_data.fingerprint, display, objective))
+    save = SaveShardedRun if is_sharded(objective) else SaveRun
     parts.trainer.callbacks += [
         *measuring,
         RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, measuring),
         *trackers,
         ShowProgress(partial(display.update, "training")),
         RecordStatus(folder),
-        saving,
+        save(folder, config.checkpoint, steps_per_epoch, objective.frozen, identity),
     ]
     return parts
 
@@ -213,15 +203,7 @@ def prepare(
 def run(
     parts: "Parts", folder: RunFolder, display: ProgressDisplay, recipe: str = "", trial: Trial | None = None
 ) -> TrainResult:
-    """Train to the end of the run, or to `stop_after_steps`.
-
-    Args:
-        parts: from `prepare`.
-        folder: the run directory.
-        display: shows what is trained, and the progress.
-        recipe: of a new run, which is compared with it.
-        trial: what steps before a new run measured.
-    """
+    """Train to the end of the run, or to `stop_after_steps`; `recipe` and `trial` are those of a new run."""
     trainer = parts.trainer
     describe_run(parts, folder, display, recipe, trial)
     trainer.run(parts.config.stop_after_steps)
@@ -236,16 +218,11 @@ class Parts:
 
     config: TrainConfig
     inputs: StepInputs
-    images: ImageBatches
+    images: Batches | SyntheticImages
     steps_per_epoch: int
     objective: Objective
     autocast: AbstractContextManager[Any]
     trainer: Trainer
-
-    @property
-    def n_images(self) -> int:
-        """Return the number of images of the dataset."""
-        return len(self.images.order.images)
 
     @property
     def ignored(self) -> Mapping[str, int]:
@@ -256,29 +233,21 @@ class Parts:
 def assemble(
     config: TrainConfig,
     inputs: StepInputs,
-    images: ImageBatches,
+    images: Batches | SyntheticImages,
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> Parts:
     """Build objective, optimiser, step and trainer; the callbacks that do not change the training are left to the caller."""
-    ranks, device, optim = inputs.ranks, inputs.ranks.device, config.optim
+    ranks, device, optim, speed = inputs.ranks, inputs.ranks.device, config.optim, config.speed
     steps_per_epoch = images.order.batches_per_epoch // inputs.batches_per_step
     total_steps = optim.epochs * steps_per_epoch
     torch.manual_seed(derive_seed(config.seed, "weights"))
     objective = build_objective(config, total_steps).to(device)
-    speed = config.speed
     model = share(objective, ranks, speed.sharding, is_half(speed.precision, device), speed.reshard)
     optimiser = make_optimiser(objective, optim, device)
     autocast = autocast_for(speed.precision, device)
-    step = TrainingStep(
-        model,
-        objective,
-        optimiser,
-        ranks,
-        autocast,
-        optim.clip_gradient_norm,
-        optim.decay_mask_token,
-    )
+    clip, decay_mask_token = optim.clip_gradient_norm, optim.decay_mask_token
+    step = TrainingStep(model, objective, optimiser, ranks, autocast, clip, decay_mask_token)
     trainer = Trainer(
         # Decided by the length of the whole run, so that a resumed session computes as the first one did.
         step=accelerate(step, speed, total_steps, say, warn, inputs.masks.has_fixed_counts),
@@ -296,31 +265,9 @@ def assemble(
     return Parts(config, inputs, images, steps_per_epoch, objective, autocast, trainer)
 
 
-def open_probe(parts: Parts, data: ProbeData, folder: RunFolder, display: ProgressDisplay) -> RunProbe:
-    """Decode the labelled images in the main process; the other processes wait for it, or fail with it."""
-    watch.mark("start-up, decoding labelled images")
-    config, ranks, probe, complaint = parts.config, parts.inputs.ranks, None, None
-    if ranks.is_main:
-        try:
-            probe = make_probe(
-                config.probe,
-                data,
-                parts.objective.frozen,
-                parts.autocast,
-                ranks.device,
-                config.seed,
-                folder.bad_images_file,
-                partial(display.update, "decoding labelled images"),
-            )
-        except InputError as error:
-            complaint = str(error)
-    complaint = broadcast(complaint, ranks)
-    if complaint is not None:
-        raise InputError(complaint)
-    return RunProbe(config.probe, probe, data.fingerprint, display, parts.objective)
-
-
-def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the config with datasets that can be found from any directory."""
-    probe = config.probe if config.probe.data is None else replace(config.probe, data=absolute_name(config.probe.data))
-    return replace(config, data=absolute_name(config.data), probe=probe)
+def memory_of_step(config: TrainConfig, device: torch.device, images: int) -> int:
+    """Return the bytes that a plain step of this run needs for so many images at once."""
+    speed = replace(config.speed, batch_size_per_device=images, compile=False, graph=False)
+    config = replace(config, optim=replace(config.optim, batch_size=images), speed=speed)
+    inputs = StepInputs(config, Ranks(0, 1, 1, device))
+    return step_memory(assemble(config, inputs, SyntheticImages(inputs), warnings.warn, warnings.warn).trainer)

@@ -42,19 +42,13 @@ def settle(
     say: Callable[[str], None],
     memory_of_step: Callable[[TrainConfig, torch.device, int], int],
 ) -> TrainConfig:
-    """Decide what the config leaves open; config.json keeps it, so that a resumed run is the same.
+    """Decide what the config leaves open: the fields of `optim.derive`, and the images that a device sees at once.
 
-    These are the fields of `optim.derive`, and the images that a device sees at once.
-
-    Args:
-        config: the run.
-        ranks: this process and its device.
-        say: shows a message.
-        memory_of_step: measures the bytes of a step of the run, on a device, of so many images at once.
+    config.json keeps it, so that a resumed run is the same. `memory_of_step` measures the bytes of a step of the run, on a
+    device, of so many images.
     """
     if config.optim.derive:
-        images = len(open_data(config))
-        config = derive(config, images, ranks.device.type, ranks.world_size)
+        config = derive(config, len(open_data(config)), ranks.device.type, ranks.world_size)
     # The memory of sharded weights depends on all processes together.
     if config.speed.batch_size_per_device is not None or config.speed.sharding != "none":
         return config
@@ -107,12 +101,9 @@ def step_memory(trainer: Trainer) -> int:
 
 
 def images_at_once(per_step: int, memory_of: Callable[[int], int], budget: float) -> int:
-    """Return the largest part of a step's images that fits into memory, a divisor of their number.
+    """Return the largest divisor of a step's images that fits into a budget of bytes; up to 16 are never divided.
 
-    Args:
-        per_step: images that a device sees in a step; up to 16 are never divided.
-        memory_of: measures the bytes that a step of so many images needs.
-        budget: bytes that a step may use.
+    `memory_of` measures the bytes that a step of so many images needs.
     """
     if per_step <= MORE_IMAGES:
         return per_step
@@ -154,14 +145,3 @@ def peak_memory(device: torch.device) -> int:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words, such as "2 h 05 min"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours / 24:.1f} days"

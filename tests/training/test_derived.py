@@ -11,7 +11,8 @@ from stop_mim.errors import InputError
 from stop_mim.sweeps.plan import SweepConfig, make_plan
 from stop_mim.training.config import LogConfig, TrainConfig, to_json
 from stop_mim.training.config_file import read_config, run_name
-from stop_mim.training.derived import batch_for, derive, epochs_for, following, warnings_about
+from stop_mim.training.derived import batch_for, derive, epochs_for, following
+from stop_mim.training.description import warnings_about
 from stop_mim.training.pretrain import train
 from stop_mim.training.recipes import find_recipe
 from stop_mim.training.run_folder import RunFolder

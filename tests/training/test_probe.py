@@ -47,7 +47,7 @@ def probing(colours, out, **groups):
 
 def a_probe(data, target, config=PROBE, seed=0, bad_images_file=None):
     data = data if isinstance(data, probe_module.ProbeData) else open_probe_data(str(data))
-    return make_probe(config, data, target, nullcontext(), CPU, seed, bad_images_file)
+    return make_probe(tiny_config(probe=config, seed=seed), data, target, nullcontext(), CPU, bad_images_file)
 
 
 def learn(probe, batches):

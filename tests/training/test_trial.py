@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stop_mim.errors import InputError
-from stop_mim.training.trial import duration, images_at_once, largest_divisor
+from stop_mim.training.trial import images_at_once
 
 MIB = 2**20
 
@@ -34,16 +34,3 @@ def test_a_device_that_holds_hardly_any_image_is_an_error_only_if_it_holds_none(
     assert images_at_once(64, memory_of(100 * MIB, 10 * MIB, limit=200 * MIB), 150 * MIB) == 4
     with pytest.raises(InputError, match="4 images does not fit"):
         images_at_once(64, memory_of(100 * MIB, 10 * MIB, limit=120 * MIB), 60 * MIB)
-
-
-def test_divisors():
-    assert [largest_divisor(12, limit) for limit in (0.5, 1, 5, 6, 100)] == [1, 1, 4, 6, 12]
-
-
-def test_durations_are_told_in_the_unit_that_fits():
-    assert [duration(seconds) for seconds in (4.2, 600, 3600 * 2 + 300, 86400 * 3)] == [
-        "4 s",
-        "10 min",
-        "2 h 05 min",
-        "3.0 days",
-    ]

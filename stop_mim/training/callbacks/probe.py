@@ -33,7 +33,7 @@ from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
-from stop_mim.training.config import ProbeConfig
+from stop_mim.training.config import ProbeConfig, TrainConfig
 from stop_mim.training.distributed import gathered, is_sharded
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
@@ -235,12 +235,11 @@ def _top1(scores: Float[Tensor, "n classes"], classes: Int[Tensor, " n"]) -> flo
 
 
 def make_probe(
-    config: ProbeConfig,
+    config: TrainConfig,
     data: ProbeData,
     encoder: Encoder,
     autocast: AbstractContextManager[Any],
     device: torch.device,
-    seed: int,
     bad_images_file: Path | None = None,
     progress: Progress | None = None,
 ) -> OnlineProbe:
@@ -253,10 +252,10 @@ def make_probe(
     height, width = common_size(data.train.source) or view.stored_size
     bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
     placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
-    own_seed = derive_seed(seed, "probe")
+    own_seed = derive_seed(config.seed, "probe")
 
     def batches(split: str, data: LabelledSet, view: View, shuffled: bool) -> Batches:
-        size = min(config.batch_size, len(data))
+        size = min(config.probe.batch_size, len(data))
         order = ShuffledOrder(data.indices, size, own_seed) if shuffled else SequentialOrder(data.indices, size)
         file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
         bad_images = BadImages(data.source.name, len(data), file)
@@ -265,11 +264,11 @@ def make_probe(
         )
 
     most = max(1, STREAM_BYTES // bytes_per_image)
-    stream = data.train.part(choose_images(len(data.train), most, seed, "train"))
-    test = data.test.part(choose_images(len(data.test), config.test_images, seed, "test"))
+    stream = data.train.part(choose_images(len(data.train), most, config.seed, "train"))
+    test = data.test.part(choose_images(len(data.test), config.probe.test_images, config.seed, "test"))
     whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
     return OnlineProbe(
-        config,
+        config.probe,
         partial(frozen_features, encoder, autocast),
         batches("train", stream, view, shuffled=True),
         batches("test", test, whole, shuffled=False),
