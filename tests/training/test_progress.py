@@ -8,7 +8,7 @@ from rich.console import Console
 from test_trainer import make_trainer
 
 from stop_mim.training.callbacks import progress
-from stop_mim.training.callbacks.progress import Pace, ProgressDisplay, ShowProgress, time_left
+from stop_mim.training.callbacks.progress import ProgressDisplay, ShowProgress
 
 ANSI_CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -21,44 +21,30 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_time_left_is_known_after_one_step_and_forgets_the_first(clock):
-    pace = Pace()
-    assert time_left(pace.end(0, 100)) == ""
-    clock[0] += 30  # The first step compiles.
-    assert time_left(pace.end(1, 100)) == "0:49:30 left"
-    clock[0] += 2
-    assert time_left(pace.end(2, 100)) == "0:03:16 left"
-    for done in range(3, 90):
-        clock[0] += 1
-        pace.end(done, 100)
-    ends = pace.end(89, 100)
-    assert time_left(ends) == "0:00:11 left"
-    clock[0] += 4
-    assert time_left(ends) == "0:00:07 left", "it is counted down between two steps"
-
-
-def test_lines_outside_of_a_terminal_become_rarer(clock):
-    console = Console(file=io.StringIO(), width=200)
+def show_steps(clock, seconds, total, **options):
+    """The first step takes half a minute, the others a second each."""
+    console = Console(file=io.StringIO(), get_time=lambda: clock[0], **options)
     with ProgressDisplay(console) as display:
-        for second in range(101):
-            clock[0] = 100.0 + second
-            display.update("training", second, 1000, "loss 0.5")
-    lines = console.file.getvalue().splitlines()
-    assert lines[:3] == [
-        "training 0/1,000 loss 0.5",
-        "training 2/1,000 0:16:38 left loss 0.5",
-        "training 5/1,000 0:16:35 left loss 0.5",
+        for step in range(seconds + 1):
+            display.update("training", step, total, "loss 0.5 " * 20)
+            clock[0] += 1 if step else 30
+    return ANSI_CODES.sub("", console.file.getvalue())
+
+
+def test_lines_outside_of_a_terminal_become_rarer_and_tell_the_time_that_is_left(clock):
+    lines = show_steps(clock, 100, 1000, width=500).splitlines()
+    assert [line.split(" loss")[0] for line in lines[:4]] == [
+        "training 0/1,000",
+        "training 1/1,000",
+        "training 4/1,000 0:16:36 left",
+        "training 9/1,000 0:16:31 left",
     ]
     assert 10 < len(lines) < 16
 
 
 def test_a_terminal_shows_the_time_that_is_left(clock):
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with ProgressDisplay(console) as display:
-        for second in range(3):
-            clock[0] = 100.0 + second
-            display.update("training", second, 62, "loss 0.5 " * 20)
-    assert "2/62 0:01:00 left loss 0.5" in ANSI_CODES.sub("", console.file.getvalue())
+    text = show_steps(clock, 3, 63, width=80, force_terminal=True)
+    assert "3/63 0:01:00 left loss 0.5" in text
 
 
 def test_values_that_are_measured_rarely_are_shown_with_their_step():

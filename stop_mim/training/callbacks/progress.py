@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -11,16 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-)
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
 
 from stop_mim.errors import first_line, printable
 from stop_mim.training.run_folder import RunFolder, RunState
@@ -31,7 +21,8 @@ from stop_mim.training.watch import watch
 # Lines outside of a terminal: a second after the first, then after twice as long each time.
 FIRST_INTERVAL, LAST_INTERVAL = 1.0, 10.0
 SECONDS_BETWEEN_STATUSES = 60.0
-PACE_SECONDS = 60.0
+# Over which the speed is averaged; the first step, which may compile, does not count.
+PACE_SECONDS = 300.0
 BAR_WIDTH = 20
 # How the newest of these measurements is shown beside the bar.
 SHOWN = {"images_per_second": "{:,.3g} images/s", "loss": "loss {:.4f}"}
@@ -43,40 +34,6 @@ SHOWN_WITH_STEP = {
     "probe/linear_top1": "probe {:.1f}",
     "probe/knn_top1": "kNN {:.1f}",
 }
-
-
-class Pace:
-    """How fast some work is done, over the last minute; the first part, which may include preparations, counts only alone."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, int]] = deque()
-        self._count = 0
-
-    def end(self, done: int, total: int) -> float | None:
-        """Note how much is done now; return when all will be done on time.monotonic's clock, None if that is unknown."""
-        now, points = time.monotonic(), self._points
-        points.append((now, done))
-        self._count += 1
-        if self._count == 3:
-            points.popleft()
-        while len(points) > 2 and points[1][0] < now - PACE_SECONDS:
-            points.popleft()
-        begun, first = points[0]
-        return now + (total - done) * (now - begun) / (done - first) if done > first else None
-
-
-def time_left(ends: float | None) -> str:
-    """Return the time until `ends`, from `Pace`, such as "0:01:05 left"; "" if it is unknown or over."""
-    seconds = 0 if ends is None else round(ends - time.monotonic())
-    return f"{timedelta(seconds=seconds)} left" if seconds > 0 else ""
-
-
-class TimeLeftColumn(ProgressColumn):
-    """The time left of a task, counted down between two updates."""
-
-    def render(self, task: Task) -> Text:
-        """Return the text of the column."""
-        return Text(time_left(task.fields["ends"]), style="progress.remaining")
 
 
 class ProgressDisplay:
@@ -98,14 +55,14 @@ class ProgressDisplay:
             TextColumn("{task.description}"),
             BarColumn(bar_width=BAR_WIDTH),
             MofNCompleteColumn(),
-            TimeLeftColumn(),
+            TextColumn("{task.fields[left]}", style="progress.remaining"),
             TextColumn("{task.fields[values]}"),
             console=self.console,
             disable=not self._live,
+            speed_estimate_period=PACE_SECONDS,
         )
         self._last_line, self._interval, self._closed = 0.0, FIRST_INTERVAL, False
-        self._tasks: dict[str, TaskID] = {}
-        self._paces: dict[str, Pace] = {}
+        self._tasks: dict[str, Task] = {}
 
     def __enter__(self) -> "ProgressDisplay":
         self._progress.start()
@@ -120,19 +77,21 @@ class ProgressDisplay:
     def update(self, name: str, done: int, total: int, values: str = "") -> None:
         """Show how much of the work of that name is done, and the time that is left."""
         watch.moves()
-        is_new = name not in self._paces
-        ends = self._paces.setdefault(name, Pace()).end(done, total)
-        if self._live:
-            # The values are cut where the line would be too long, not the numbers before them.
-            counts = f"{name} {done}/{total} {time_left(ends):16}"
-            values = values[: max(0, self.console.width - BAR_WIDTH - len(counts) - 3)]
-            if is_new:
-                self._tasks[name] = self._progress.add_task(name, total=total, completed=done, values=values, ends=ends)
-            self._progress.update(self._tasks[name], completed=done, total=total, values=values, ends=ends)
-        elif self.shown and (is_new or done == total or time.monotonic() - self._last_line > self._interval):
+        if is_new := name not in self._tasks:
+            number = self._progress.add_task(name, total=total, completed=done, values="", left="")
+            self._tasks[name] = self._progress.tasks[number]
+        task = self._tasks[name]
+        self._progress.update(task.id, completed=done, total=total)
+        left = f"{timedelta(seconds=round(task.time_remaining))} left" if task.time_remaining else ""
+        # The values are cut where the line would be too long, not the numbers before them.
+        counts = f"{name} {done}/{total} {left}"
+        shown = values[: max(0, self.console.width - BAR_WIDTH - len(counts) - 4)]
+        self._progress.update(task.id, left=left, values=shown)
+        rests = not is_new and done != total and time.monotonic() - self._last_line <= self._interval
+        if self.shown and not self._live and not rests:
             self._interval = FIRST_INTERVAL if is_new else min(2 * self._interval, LAST_INTERVAL)
             self._last_line = time.monotonic()
-            self._print(" ".join(filter(None, [f"{name} {done:,}/{total:,}", time_left(ends), values])))
+            self._print(" ".join(filter(None, [f"{name} {done:,}/{total:,}", left, values])))
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print and log a line."""
