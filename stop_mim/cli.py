@@ -29,9 +29,9 @@ from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 import stop_mim
 from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
 from stop_mim.launch import LaunchConfig
+from stop_mim.options import Compat
 from stop_mim.parsing import given_options, imported, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins, unknown_name
-from stop_mim.training.compat import Compat, with_compat
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import TrainResult
@@ -88,6 +88,7 @@ def _recipes(kind: Callable[..., Any]) -> Any:
     found = {name: (options(name), summary(name)) for name in RECIPES}
     for name in filter(_is_config_file, asked):
         from stop_mim.training.config_file import read_config, run_name
+        from stop_mim.training.recipes import with_compat
 
         path = Path(name).expanduser()
         config = following(with_compat(read_config(path), _asked_compat()), given)

@@ -10,6 +10,7 @@ from rich.console import Console
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate as run_evaluation
 from stop_mim.exchange.initial_weights import initialise
+from stop_mim.options import Compat
 from stop_mim.registry import load_plugins
 from stop_mim.results import Evaluation
 from stop_mim.sweeps.grid import with_overrides
@@ -17,7 +18,7 @@ from stop_mim.training.config import TrainConfig
 from stop_mim.training.derived import following
 from stop_mim.training.pretrain import TrainResult
 from stop_mim.training.pretrain import train as run_training
-from stop_mim.training.recipes import Compat, find_recipe, with_compat
+from stop_mim.training.recipes import find_recipe, with_compat
 
 
 def train(

@@ -12,6 +12,7 @@ ApplyTo = Literal["masked", "context", "both", "none"]
 Convention = Literal["paper", "std", "release"]
 LoaderMode = Literal["auto", "resident", "streaming"]
 Decode = Literal["auto", "cpu", "gpu"]
+Compat = Literal["corrected", "release", "paper-text"]
 Range = tuple[float, float]
 
 MULTIBLOCK_ONLY = OnlyWith("masks.kind", ("multiblock",))

@@ -11,10 +11,10 @@ from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.launch import LaunchConfig
+from stop_mim.options import Compat
 from stop_mim.records import read_record
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
-from stop_mim.training.compat import Compat
 
 if TYPE_CHECKING:
     from stop_mim.training.config import TrainConfig

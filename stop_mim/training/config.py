@@ -5,7 +5,7 @@ The groups `speed`, `log`, `probe` and `checkpoint` do not change what is learne
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,6 @@ from stop_mim.constraints import (
 )
 from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
-from stop_mim.records import from_plain
 
 DerivedField = Literal["batch_size", "epochs", "lr", "start_lr", "final_lr", "warmup_epochs"]
 Sharding = Literal["none", "full", "hybrid"]
@@ -194,11 +193,10 @@ def to_json(config: TrainConfig) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
-def from_json(text: str) -> TrainConfig:
-    """Read the configuration that `to_json` wrote; an unknown field is an error, a missing one gets its default."""
-    return with_plain_values(TrainConfig(), json.loads(text))
-
-
-def with_plain_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration with some fields replaced, given as JSON or YAML stores them; an unknown one is an error."""
-    return from_plain(TrainConfig, values, base=config)
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings with their paths, such as optim.lr."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

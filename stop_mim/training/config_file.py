@@ -1,7 +1,6 @@
 """Configurations of new runs in files: a run's config.json, or YAML that names the fields that it changes."""
 
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import yaml
 
 from stop_mim.errors import InputError, first_line
-from stop_mim.training.config import TrainConfig, with_plain_values
+from stop_mim.records import from_plain
+from stop_mim.training.config import TrainConfig, flat
 from stop_mim.training.derived import following
 from stop_mim.training.recipes import find_recipe
 
@@ -24,7 +24,7 @@ def read_config(path: Path) -> TrainConfig:
         text = path.read_text()
         plain = dict(json.loads(text) if path.suffix == ".json" else yaml.load(text, _NoAliases) or {})
         base = find_recipe(plain.pop("recipe")) if "recipe" in plain else TrainConfig()
-        config = with_plain_values(following(base, dict(_flat(plain))), plain)
+        config = from_plain(TrainConfig, plain, base=following(base, dict(flat(plain))))
     # A file that is nested too deeply is a RecursionError.
     except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read as a configuration ({first_line(error)}): correct it.") from error
@@ -43,11 +43,3 @@ class _NoAliases(yaml.SafeLoader):
 def run_name(path: Path) -> str:
     """Return what a run of this file is named after: the run directory of a config.json, or the file."""
     return path.absolute().parent.name if path.name == "config.json" else path.stem
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -40,7 +40,7 @@ def open_checkpoint(
         return saved, damaged
     if damaged:
         raise damaged[0]
-    if (weights := folder.initial_weights()) is not None:
+    if (weights := folder.fact("weights")) is not None:
         raise InputError(
             f"{folder.path} was to begin with {weights}, which was never saved: start it again with another --out."
         )

@@ -6,9 +6,9 @@ A variant is `dataclasses.replace`, or an option on the command line. A plugin a
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from stop_mim.options import AugmentConfig, MaskConfig
+from stop_mim.errors import InputError
+from stop_mim.options import AugmentConfig, Compat, MaskConfig
 from stop_mim.registry import Registry
-from stop_mim.training.compat import Compat, with_compat
 from stop_mim.training.config import (
     CheckpointConfig,
     EncoderConfig,
@@ -35,6 +35,35 @@ def recipe(function: Recipe) -> Recipe:
 def find_recipe(name: str, compat: Compat = "corrected") -> TrainConfig:
     """Return the configuration of a recipe, or of the version of it that `compat` names."""
     return with_compat(RECIPES.find(name)(), compat)
+
+
+def with_compat(config: TrainConfig, compat: Compat) -> TrainConfig:
+    """Return a recipe as it is ("corrected"), as the releases' code trains, or as the paper's text describes it.
+
+    docs/method.md lists what differs, and which row of the paper's tables each stands for.
+    """
+    if compat == "corrected":
+        return config
+    if config.objective.kind != "ijepa":
+        raise InputError(
+            f"compat is {compat}, which exists for I-JEPA and StoP alone, and the objective is {config.objective.kind}: "
+            "leave it out."
+        )
+    positions, augment = config.positions, replace(config.augment, jitter_probability=0.0)
+    if compat == "paper-text":
+        plain = replace(augment, flip_probability=0.0, blur_probability=0.0, grey_probability=0.0)
+        return replace(config, positions=replace(positions, sigma=0.25, convention="paper"), augment=plain)
+    # I-JEPA's own release neither changes colours nor leaves out m̃, and it trains fixed positions only.
+    is_stop = positions.kind == "stochastic"
+    flip, blur, grey = (0.5, 0.5, 0.2) if is_stop else (0.0, 0.0, 0.0)
+    return replace(
+        config,
+        encoder=replace(config.encoder, initialisation="release"),
+        positions=replace(positions, convention="release") if is_stop else positions,
+        masks=replace(config.masks, compat="release"),
+        augment=replace(augment, flip_probability=flip, blur_probability=blur, grey_probability=grey),
+        optim=replace(config.optim, decay_mask_token=True, ema_start=0.996),
+    )
 
 
 def summary(name: str) -> str:

@@ -96,14 +96,7 @@ class RunFolder:
     def create(
         self, config: TrainConfig, recipe: str, weights: str | None = None, ignored: Mapping[str, int] | None = None
     ) -> None:
-        """Create the directory of a new run.
-
-        Args:
-            config: the configuration, with all that was derived.
-            recipe: its name.
-            weights: describes the initial weights, if they were given.
-            ignored: how many files of the dataset are no images, by extension.
-        """
+        """Create the directory of a new run; `weights` describes initial weights, `ignored` counts files by extension."""
         self.require_new()
         self.path.mkdir(parents=True, exist_ok=True)
         # config.json comes last: once it exists the run can be resumed, and must know its initial weights.
@@ -144,25 +137,18 @@ class RunFolder:
             raise InputError(f"{self.path} holds no run (no config.json): give the directory of a run.")
         return read_record(self.config_file, TrainConfig, "restore it or start a new run")
 
+    def fact(self, name: str) -> Any:
+        """Return one of the `SESSION_FACTS`, as the first session that has it recorded it; None if none has."""
+        return next((session[name] for session in self.sessions() if name in session), None)
+
     def recipe(self) -> str:
         """Return the name of the run's recipe."""
-        return next((session["recipe"] for session in self.sessions() if "recipe" in session), "custom")
-
-    def started(self) -> str:
-        """Return when the run was created."""
-        return next((session["started"] for session in self.sessions() if "started" in session), "")
-
-    def initial_weights(self) -> str | None:
-        """Return the description of the weights that the run was given; None if it began with new ones."""
-        return next((session["weights"] for session in self.sessions() if "weights" in session), None)
+        return self.fact("recipe") or "custom"
 
     def skipped(self) -> str:
         """Return what was left out of the data, such as "1 unreadable; ignored: 2 .heic, 1 .txt"; "" if nothing was."""
         unreadable = {line for file in self._bad_images_files() for line in file.read_text().splitlines()}
-        ignored: dict[str, int] = next(
-            (session["ignored_files"] for session in self.sessions() if "ignored_files" in session), {}
-        )
-        return skipped(len(unreadable), ignored)
+        return skipped(len(unreadable), self.fact("ignored_files") or {})
 
     def newest_checkpoint(self) -> Path | None:
         """Return the file of the newest checkpoint, if there is one."""

@@ -17,10 +17,10 @@ from stop_mim.training.config import (
     PredictorConfig,
     SpeedConfig,
     TrainConfig,
-    from_json,
     to_json,
 )
 from stop_mim.training.pretrain import train
+from stop_mim.training.run_folder import RunFolder
 
 SIZE, GRID, PATCH_SIZE = (32, 48), (4, 6), 8
 
@@ -47,7 +47,7 @@ def train_tiny(out, **groups) -> Path:
 def pretend(base: Path, out: Path, seed=0, signs=None, positions=None, results=None, **changes) -> Path:
     """A copy of a run with another configuration, and with these values in the last line of its metrics."""
     shutil.copytree(base, out)
-    config = from_json((base / "config.json").read_text())
+    config = RunFolder(base).config()
     config = replace(config, seed=seed, positions=positions or config.positions, **changes)
     (out / "config.json").write_text(to_json(config))
     lines = [json.loads(line) for line in (base / "metrics.jsonl").read_text().splitlines()]

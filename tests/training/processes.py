@@ -25,13 +25,13 @@ def train_in(folder, config, resumes=False, shard_images=None, processes_on_host
     return pretrain.train(replace(config, out=str(folder)), console=quiet)
 
 
-def train_and_watch(folder, mid_epoch):
+def train_and_watch(folder, config, mid_epoch, silent):
     """Train the wanted run, whole and in two parts, then the silent ones; write down what this process saw and wrote."""
     import torch
 
     from stop_mim.models.ijepa import IJEPA
     from stop_mim.training import distributed, pretrain
-    from stop_mim.training.config import SpeedConfig, from_json
+    from stop_mim.training.config import SpeedConfig
     from stop_mim.training.inputs import StepInputs
 
     rank = int(os.environ["RANK"])
@@ -76,11 +76,10 @@ def train_and_watch(folder, mid_epoch):
         seen["any"] = [distributed.any_rank(rank == 1, ranks), distributed.any_rank(False, ranks)]
         seen["mean"] = distributed.reduce_mean(torch.tensor(float(rank)), ranks).item()
         seen["broadcast"] = distributed.broadcast(f"from {rank}", ranks)
-        config = from_json((folder / "wanted.json").read_text())
         train_in(runs[0], config)
         torch.save(seen, folder / f"rank{rank}.pt")
         train_in(runs[1], replace(config, stop_after_steps=mid_epoch))
         train_in(runs[1], config, resumes=True)
-        for file in sorted((folder / "silent").iterdir()):
-            train_in(folder / "silent runs" / file.stem, from_json(file.read_text()))
-            torch.save(seen["weights"], folder / f"{file.stem}.rank{rank}.pt")
+        for name, one in silent.items():
+            train_in(folder / "silent runs" / name, one)
+            torch.save(seen["weights"], folder / f"{name}.rank{rank}.pt")

@@ -9,9 +9,14 @@ import math
 import pytest
 
 from stop_mim.errors import InputError
+from stop_mim.records import from_plain
 from stop_mim.training import config as config_module
-from stop_mim.training.config import OptimConfig, TrainConfig, from_json, to_json
+from stop_mim.training.config import OptimConfig, TrainConfig, to_json
 from stop_mim.training.recipes import RECIPES
+
+
+def from_json(text):
+    return from_plain(TrainConfig, json.loads(text))
 
 
 @pytest.mark.parametrize("name", ["stop-vith14", "stop-vitl16", "data2vec-vitb16"])

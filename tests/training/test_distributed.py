@@ -10,7 +10,7 @@ from ranks import run_ranks
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_colours, write_images
 
 from stop_mim.errors import InputError
-from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig, to_json
+from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig
 from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import read_metrics
 
@@ -39,12 +39,11 @@ def run(tmp_path_factory):
     probe = ProbeConfig(str(write_colours(folder / "colours")), batch_size=8, every_steps=3, score_every_steps=8)
     wanted = tiny_config(data, speed=speed, probe=probe)
     wanted = replace(wanted, optim=replace(wanted.optim, epochs=2))
-    (folder / "wanted.json").write_text(to_json(wanted))
-    (folder / "silent").mkdir()
-    for name, positions in SILENT.items():
-        config = tiny_config(data, speed=speed, positions=positions, stop_after_steps=SILENT_STEPS)
-        (folder / "silent" / f"{name}.json").write_text(to_json(config))
-    assert run_ranks(2, train_and_watch, folder, MID_EPOCH) == [0, 0]
+    silent = {
+        name: tiny_config(data, speed=speed, positions=positions, stop_after_steps=SILENT_STEPS)
+        for name, positions in SILENT.items()
+    }
+    assert run_ranks(2, train_and_watch, folder, wanted, MID_EPOCH, silent) == [0, 0]
     return folder, [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

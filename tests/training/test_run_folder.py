@@ -70,7 +70,7 @@ def test_a_configuration_that_cannot_be_read_is_an_input_error(folder, text):
 def test_records_that_cannot_be_read_are_an_input_error(folder):
     folder.create(tiny_config(), "tiny")
     folder.environment_file.write_text("")
-    for reads in (folder.recipe, folder.initial_weights, lambda: folder.record_environment({})):
+    for reads in (folder.recipe, lambda: folder.record_environment({})):
         with pytest.raises(InputError, match=r"environment\.json cannot be read"):
             reads()
     assert folder.environment_file.read_text() == ""

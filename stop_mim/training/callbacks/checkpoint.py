@@ -62,7 +62,7 @@ class SaveRun(SaveCheckpoint):
         """
         if trainer.done:
             save_encoder(self.encoder, self.folder.encoder_file)
-        elif self.folder.initial_weights() is not None:
+        elif self.folder.fact("weights") is not None:
             self.save(trainer)
 
     def reads(self, step: int) -> bool:
@@ -98,7 +98,7 @@ class SaveShardedRun(SaveRun):
             encoder = self._whole_encoder()
             if trainer.ranks.is_main:
                 self._save_encoder(encoder)
-        elif self.folder.initial_weights() is not None:
+        elif self.folder.fact("weights") is not None:
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:

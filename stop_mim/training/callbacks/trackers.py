@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from stop_mim.data.image_source import digest
 from stop_mim.errors import InputError, MissingExtra, first_line
-from stop_mim.training.config import TrainConfig
+from stop_mim.training.config import TrainConfig, flat
 from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
@@ -77,8 +77,8 @@ class RemoteTracker(Tracker):
 
     package: ClassVar[str]
 
-    def __init__(self, folder: RunFolder, config: TrainConfig, name: str) -> None:
-        self.folder, self.config, self.project = folder, config, name
+    def __init__(self, folder: RunFolder, config: TrainConfig, project: str) -> None:
+        self.folder, self.config, self.project = folder, config, project
         try:
             self.library: Any = importlib.import_module(self.package)
         except ImportError as error:
@@ -86,8 +86,10 @@ class RemoteTracker(Tracker):
         self._is_open = False
 
     def start(self, trainer: Trainer) -> None:
+        # Stays the same when the run is resumed or moved, and no other run has it.
+        identity = digest([self.folder.fact("started"), self.folder.config().out])
         try:
-            self.open(run_identity(self.folder))
+            self.open(identity)
         except Exception as error:
             raise InputError(
                 f"log.{self.package} is '{self.project}', which cannot be opened ({first_line(error).rstrip('.')}): set "
@@ -96,10 +98,9 @@ class RemoteTracker(Tracker):
         self._is_open = True
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        if not self._is_open:
-            return
         try:
-            super().after_step(trainer, batch, outcomes)
+            if self._is_open:
+                super().after_step(trainer, batch, outcomes)
         except Exception as error:
             self._is_open = False
             trainer.warn(
@@ -121,18 +122,14 @@ class RemoteTracker(Tracker):
 
 
 class WeightsAndBiases(RemoteTracker):
-    """A run of a Weights & Biases project; a resumed run continues the same one."""
+    """A run of a Weights & Biases project."""
 
     package = "wandb"
 
     def open(self, identity: str) -> None:
+        path, config = self.folder.path, asdict(self.config)
         self._run = self.library.init(
-            project=self.project,
-            name=self.folder.path.name,
-            id=identity,
-            resume="allow",
-            dir=str(self.folder.path),
-            config=asdict(self.config),
+            project=self.project, name=path.name, id=identity, resume="allow", dir=str(path), config=config
         )
         # Not wandb's own steps, which cannot go back: a run that was killed takes some steps again.
         self._run.define_metric("*", step_metric="step")
@@ -145,21 +142,20 @@ class WeightsAndBiases(RemoteTracker):
 
 
 class MLflow(RemoteTracker):
-    """A run of an MLflow experiment; a resumed run continues the same one."""
+    """A run of an MLflow experiment."""
 
     package = "mlflow"
 
     def open(self, identity: str) -> None:
         mlflow = self.library
         mlflow.set_experiment(self.project)
-        known = mlflow.search_runs(
-            experiment_names=[self.project], filter_string=f"tags.{RUN_TAG} = '{identity}'", output_format="list"
-        )
+        wanted = f"tags.{RUN_TAG} = '{identity}'"
+        known = mlflow.search_runs(experiment_names=[self.project], filter_string=wanted, output_format="list")
         if known:
             mlflow.start_run(run_id=known[0].info.run_id)
         else:
             mlflow.start_run(run_name=self.folder.path.name, tags={RUN_TAG: identity})
-            mlflow.log_params({name: str(value) for name, value in _flat(asdict(self.config))})
+            mlflow.log_params({name: str(value) for name, value in flat(asdict(self.config))})
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         self.library.log_metrics(dict(values), step=step)
@@ -170,23 +166,10 @@ class MLflow(RemoteTracker):
 
 def open_trackers(folder: RunFolder, config: TrainConfig) -> list[Tracker]:
     """Return the trackers that the config asks for; raise MissingExtra if a package is not installed."""
-    log, trackers = config.log, list[Tracker]()
-    if log.tensorboard:
-        trackers.append(TensorBoard(folder))
+    log = config.log
+    trackers: list[Tracker] = [TensorBoard(folder)] if log.tensorboard else []
     if log.wandb is not None:
         trackers.append(WeightsAndBiases(folder, config, log.wandb))
     if log.mlflow is not None:
         trackers.append(MLflow(folder, config, log.mlflow))
     return trackers
-
-
-def run_identity(folder: RunFolder) -> str:
-    """Return a name that stays the same when a run is resumed or moved, and that no other run has."""
-    return digest([folder.started(), folder.config().out])
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found = []
-    for name, value in values.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-    return found
