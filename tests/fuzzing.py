@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 
 from stop_mim.analysis.runs import read_records
+from stop_mim.data.data_files import find_files
 from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.data.sources.parquet import ParquetSource
 from stop_mim.data.sources.shards import ShardSource
@@ -124,7 +125,7 @@ KINDS = {
         lambda path: path.write_bytes(picture("WEBP")),
         lambda path: decode_image(path.read_bytes(), "a"),
     ),
-    "parquet": ("a.parquet", write_parquet, lambda path: read_images(ParquetSource([path], "a"))),
+    "parquet": ("a.parquet", write_parquet, lambda path: read_images(ParquetSource(find_files([str(path)]), "a"))),
     "tar": ("a.tar", write_tar, shards),
     "encoder": ("a.safetensors", lambda path: save_encoder(tiny_encoder(), path), load_encoder),
     "checkpoint": (

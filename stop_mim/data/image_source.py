@@ -3,7 +3,7 @@
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,6 @@ from stop_mim.data.decode import BadImage, OpenedImage, decode_image, image_size
 from stop_mim.errors import InputError
 
 SIZES_LOOKED_AT = 256
-# Bytes of large files that a fingerprint depends on: places in a file, and all places together.
-SAMPLES_A_FILE, SAMPLES, BYTES_A_SAMPLE = 64, 4096, 4096
 
 
 class ImageSource(ABC):
@@ -144,12 +142,6 @@ def class_labels(classes: np.ndarray | None) -> dict[str, np.ndarray]:
     return {"class": classes.astype(np.int64)}
 
 
-def locate(ends: Int[np.ndarray, " parts"], index: int) -> tuple[int, int]:
-    """Return the part that an index falls into, and the place within it, where each part ends before `ends`."""
-    part = int(np.searchsorted(ends, index, side="right"))
-    return part, index - (int(ends[part - 1]) if part else 0)
-
-
 def file_state(path: Path | str) -> tuple[int, int]:
     """Return a file's size and time of change; (-1, -1) if it cannot be found."""
     try:
@@ -189,18 +181,6 @@ def changed(file: object, how: str = "changed") -> InputError:
     return InputError(
         f"{file} has {how} since the data were opened: restore it and resume the run, or start a new one."
     )
-
-
-def file_identity(path: Path, samples: int, times: bool) -> Iterator[object]:
-    """Yield a file's name and size, bytes from so many places all over it, and its time if `times` is set."""
-    state = path.stat()
-    yield from (path.name, state.st_size)
-    if times:
-        yield state.st_mtime_ns
-    with open(path, "rb") as file:
-        for start in np.linspace(0, max(0, state.st_size - BYTES_A_SAMPLE), samples, dtype=np.int64).tolist():
-            file.seek(start)
-            yield file.read(BYTES_A_SAMPLE)
 
 
 def digest(parts: Iterable[object]) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from written_images import encoded, one_sentence, shades, write_parquet, write_shard
 
-from stop_mim.data import batches, order, remote
+from stop_mim.data import batches, data_files, order
 from stop_mim.data.augment import AugmentConfig, RandomCrop
 from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.lookahead import mapped
@@ -50,7 +50,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     """The URL of a folder, and the folder."""
-    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(data_files.time, "sleep", lambda seconds: None)
     folder = tmp_path / "served"
     folder.mkdir()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as running:
@@ -125,7 +125,7 @@ def test_batches_are_the_same_for_any_ranks_and_workers_and_from_any_batch(tmp_p
     monkeypatch.setattr(order, "BLOCKS_TOGETHER", 4)
     monkeypatch.setattr(parquet, "BLOCKS_TOGETHER", 4)
     monkeypatch.setattr(batches, "BLOCKS_AHEAD", 8)
-    monkeypatch.setattr(remote, "BLOCKS_KEPT", 16)
+    monkeypatch.setattr(data_files, "BLOCKS_KEPT", 16)
     for number in range(24):
         images = [number]
         if kind == "tar":
@@ -154,7 +154,7 @@ def test_batches_are_the_same_for_any_ranks_and_workers_and_from_any_batch(tmp_p
         whole[at] + whole[at + 1] for at in range(0, len(whole), 2)
     ]
     kept = list((tmp_path / ".cache" / "remote").glob(f"*.{'tar' if kind == 'tar' else 'arrow'}"))
-    assert len(kept) <= remote.BLOCKS_KEPT < 24
+    assert len(kept) <= data_files.BLOCKS_KEPT < 24
 
 
 def read(source, indices):

@@ -104,6 +104,7 @@ def test_images_that_cannot_be_read_are_left_out(encoder, colours, tmp_path, sma
     whole = extract(encoder, source, tmp_path / "whole")
     bad = sorted((colours / "train" / "green").iterdir())[0]
     bad.write_bytes(bad.read_bytes()[:40])
+    source = open_source(str(colours))
     with pytest.raises(InputError, match="1 of the 48 images"):
         extract(encoder, source, tmp_path / "f")
     monkeypatch.setattr("stop_mim.data.bad_images.MAX_BAD_FRACTION", 0.5)

@@ -7,8 +7,8 @@ import os
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from stop_mim.data.data_files import is_url
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.remote import is_url
 from stop_mim.errors import InputError
 from stop_mim.registry import Registry
 

@@ -39,7 +39,7 @@ class HubSource(TableSource):
         labels = label_column(schema)
         classes = ({}, ()) if labels is None else read_classes(self._table().column(labels), schema)
         super().__init__(f"hf:{address}", *classes)
-        self.open_cells()
+        self.bring(0)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -53,7 +53,7 @@ class HubSource(TableSource):
         features = self._dataset.features.to_dict()
         return digest([self.name, self.split, len(self), features, info.dataset_size, *downloads])
 
-    def load_column(self) -> pa.ChunkedArray:
+    def load_column(self, file: int) -> pa.ChunkedArray:
         """The images as they are stored: in the Arrow format the package datasets decodes nothing."""
         return self._table().column(self.column)
 

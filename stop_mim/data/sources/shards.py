@@ -1,6 +1,5 @@
 """WebDataset shards: tar files of samples, indexed once and then read at any place; those at URLs are fetched as needed."""
 
-import glob
 import json
 import os
 import tarfile
@@ -13,19 +12,9 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from stop_mim.data.cache import CacheError, cached_file
+from stop_mim.data.data_files import DataFile, FilesSource, find_files
 from stop_mim.data.decode import IMAGE_EXTENSIONS
-from stop_mim.data.image_source import (
-    SAMPLES,
-    SAMPLES_A_FILE,
-    ImageSource,
-    class_labels,
-    digest,
-    file_identity,
-    file_state,
-    locate,
-    read_file,
-)
-from stop_mim.data.remote import RemoteFile, find_files, is_url
+from stop_mim.data.image_source import ImageSource, class_labels, digest, read_file
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.errors import InputError, MissingExtra, first_line
 
@@ -45,85 +34,50 @@ class ShardKind(SourceKind):
         return ShardSource(name.removeprefix(cls.prefix))
 
 
-class ShardSource(ImageSource):
+class ShardSource(FilesSource):
     """The samples with an image in uncompressed tar files, in the order in which they are stored."""
 
     def __init__(self, pattern: str) -> None:
-        self.paths = shard_paths(pattern)
-        self._states = [file_state(path) if isinstance(path, Path) else None for path in self.paths]
+        files = shard_files(pattern)
         self._fetched: dict[int, Path] = {}
-        indexes = [self._index(number) for number in range(len(self.paths))]
-        self._ends = np.cumsum([len(index.offsets) for index in indexes])
-        if not self._ends[-1]:
+        indexes = [_read_index(file) for file in files]
+        if not any(len(index.offsets) for index in indexes):
             raise InputError(f"The shards wds:{pattern} hold no images: give tar files with jpg, png or webp members.")
-        super().__init__(f"wds:{pattern}", class_labels(np.concatenate([index.classes for index in indexes])))
+        labels = class_labels(np.concatenate([index.classes for index in indexes]))
+        super().__init__(f"wds:{pattern}", files, [len(index.offsets) for index in indexes], labels)
         # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
         self._members = np.concatenate([index.members for index in indexes])
         self._offsets = np.concatenate([index.offsets for index in indexes])
         self._sizes = np.concatenate([index.sizes for index in indexes])
-        self.blocks = self._ends if any(isinstance(path, RemoteFile) for path in self.paths) else None
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
 
     def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        for shard in np.unique(np.searchsorted(self._ends, indices, side="right")).tolist():
+        for shard in self.files_of(indices):
             self._local(shard)
 
     def encoded(self, index: int) -> bytes:
-        shard = locate(self._ends, index)[0]
+        shard, _ = self.locate(index)
+        file = self.files[shard]
+        before = None if file.is_remote else (file.size or 0, int(file.version))
         # A file opened for each image has no position that forked workers could move under each other.
         where = int(self._offsets[index]), int(self._sizes[index])
-        return read_file(self._local(shard), self.describe(index), self._states[shard], *where)
+        return read_file(self._local(shard), self.describe(index), before, *where)
 
     def describe(self, index: int) -> str:
-        return f"{self._shard(index)}#{self._member(index)}"
+        return f"{self.files[self.locate(index)[0]]}#{self._member(index)}"
 
     def image_name(self, index: int) -> str:
         """The key of the sample: the member's path up to the first dot of its name."""
         folder, slash, base = self._member(index).rpartition("/")
         return folder + slash + base.partition(".")[0]
 
-    def fingerprint(self) -> str:
-        return digest(part for path in self.paths for part in _identity(path))
-
-    def contents(self) -> str:
-        samples = max(1, min(SAMPLES_A_FILE, SAMPLES // len(self.paths)))
-        return digest(
-            part
-            for path in self.paths
-            for part in (path.identity() if isinstance(path, RemoteFile) else file_identity(path, samples, times=False))
-        )
-
     def _member(self, index: int) -> str:
         return os.fsdecode(bytes(self._members[index]))
 
-    def _shard(self, index: int) -> Path | RemoteFile:
-        return self.paths[locate(self._ends, index)[0]]
-
     def _local(self, shard: int) -> Path:
         """Return the file of a shard on this machine."""
-        path = self.paths[shard]
-        if isinstance(path, Path):
-            return path
-        if shard not in self._fetched or not self._fetched[shard].exists():
-            self._fetched[shard] = path.fetched(".tar")
+        if shard not in self._fetched or (self.blocks is not None and not self._fetched[shard].exists()):
+            self._fetched[shard] = self.files[shard].fetched(".tar")
         return self._fetched[shard]
-
-    def _index(self, shard: int) -> "ShardIndex":
-        """Return the samples of a shard, from the cache folder if the file has not changed since."""
-        path = self.paths[shard]
-        place = path.url if isinstance(path, RemoteFile) else path.resolve()
-
-        def write(draft: Path) -> None:
-            draft.write_text(json.dumps(_build_index(self._local(shard), str(path))))
-
-        try:
-            cached = cached_file(f"shards/{digest([2, place, *_identity(path)])}.json", write)
-            return ShardIndex.of(json.loads(cached.path.read_text()))
-        except CacheError:
-            # The cache only saves time: where it cannot be written, the next run indexes again.
-            return ShardIndex.of(_build_index(self._local(shard), str(path)))
 
 
 class ShardIndex(NamedTuple):
@@ -142,24 +96,28 @@ class ShardIndex(NamedTuple):
         return cls(np.array([os.fsencode(member) for member in members], dtype=bytes), *numbers)
 
 
-def shard_paths(pattern: str) -> Sequence[Path | RemoteFile]:
+def shard_files(pattern: str) -> list[DataFile]:
     """Return the tar files that a pattern with braces, or a glob, names: paths or URLs."""
     try:
         from braceexpand import braceexpand
     except ImportError as error:
         raise MissingExtra("wds: shards", "braceexpand", "wds") from error
-    names = list(braceexpand(pattern))
-    if is_url(names[0]):
-        return find_files(names)
-    paths: list[Path] = []
-    for expanded in map(os.path.expanduser, names):
-        paths += [Path(path) for path in sorted(glob.glob(expanded))] or [Path(expanded)]
-    if missing := [path for path in paths if not path.is_file()]:
-        raise InputError(
-            f"{len(missing)} of the {len(paths)} shards of wds:{pattern} are not there, {missing[0]} first: give a "
-            "pattern of tar files, such as wds:shards-{000..099}.tar."
-        )
-    return paths
+    return find_files(braceexpand(pattern))
+
+
+def _read_index(file: DataFile) -> ShardIndex:
+    """Return the samples of a shard, from the cache folder if the file has not changed since."""
+
+    def write(draft: Path) -> None:
+        draft.write_text(json.dumps(_build_index(file.fetched(".tar"), file.name)))
+
+    place = file.name if file.is_remote else Path(file.name).resolve()
+    try:
+        cached = cached_file(f"shards/{digest([2, place, *file.identity()])}.json", write)
+        return ShardIndex.of(json.loads(cached.path.read_text()))
+    except CacheError:
+        # The cache only saves time: where it cannot be written, the next run indexes again.
+        return ShardIndex.of(_build_index(file.fetched(".tar"), file.name))
 
 
 def _build_index(path: Path, shown: str) -> list[Sample]:
@@ -203,10 +161,3 @@ def _class(sample: dict[str, tarfile.TarInfo], file: BufferedIOBase, shown: str)
         ) from error
     label = fields.get("label") if isinstance(fields, dict) else None
     return label if isinstance(label, int) else -1
-
-
-def _identity(path: Path | RemoteFile) -> tuple[object, ...]:
-    if isinstance(path, RemoteFile):
-        return path.identity()
-    state = path.stat()
-    return path.name, state.st_size, state.st_mtime_ns

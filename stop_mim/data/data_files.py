@@ -1,0 +1,241 @@
+"""Files that hold many images each, at paths or at URLs (http, s3, gs and whatever else fsspec knows).
+
+A file at a URL is fetched whole into a bounded part of the cache when one of its images is asked for; the files that were
+not used for longest go first.
+"""
+
+import errno
+import glob
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from jaxtyping import Int
+
+from stop_mim.data.cache import cached_file, gib_from, record_path
+from stop_mim.data.image_source import ImageSource, changed, digest
+from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
+from stop_mim.errors import InputError, MissingExtra, first_line
+
+REMOTE_GIB = 50.0
+"""Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
+BLOCKS_KEPT = 2 * BLOCKS_TOGETHER + BLOCKS_AHEAD
+"""Files that are kept whatever their size: those in use, those fetched ahead, and some more."""
+ATTEMPTS = 4
+# What a store calls the version of a file; the first that it has.
+VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+# Bytes that `contents` depends on: places in a file, and all places together.
+SAMPLES_A_FILE, SAMPLES, BYTES_A_SAMPLE = 64, 4096, 4096
+
+Result = TypeVar("Result")
+
+
+def is_url(name: str) -> bool:
+    """Return whether a name is a URL, such as s3://bucket/file."""
+    return "://" in name
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file at a path or a URL as it was when the data were opened: its size, and its time of change or version."""
+
+    name: str
+    size: int | None
+    version: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the file is at a URL."""
+        return is_url(self.name)
+
+    def identity(self, samples: int = 0, times: bool = True) -> Iterator[object]:
+        """Yield name, size, version (of a local file: if `times` is set) and bytes from so many places of a local file."""
+        yield from (os.path.basename(self.name), self.size)
+        if times or self.is_remote:
+            yield self.version
+        if samples and not self.is_remote:
+            with open(self.name, "rb") as file:
+                last = max(0, (self.size or 0) - BYTES_A_SAMPLE)
+                for start in np.linspace(0, last, samples, dtype=np.int64).tolist():
+                    file.seek(start)
+                    yield file.read(BYTES_A_SAMPLE)
+
+    def open(self) -> Any:
+        """Open the file; of one at a URL, ranges are read as they are needed."""
+        if not self.is_remote:
+            return open(self.name, "rb")
+        system, path = _file_system(self.name)
+        return system.open(path, "rb")
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if the file is not what it was when the data were opened."""
+        if self.is_remote:
+            _file_system(self.name)[0].invalidate_cache()
+        if found_file(self.name) != self:
+            raise changed(self)
+
+    def converted(self, ending: str, write: Callable[[Path], None]) -> Path:
+        """Return the file of the cache that `write` makes of this one."""
+
+        def convert(draft: Path) -> None:
+            attempted(self.name, partial(write, draft))
+            self.require_unchanged()
+
+        name = (
+            f"{'remote' if self.is_remote else 'arrow'}/{digest([self.name, *self.identity(SAMPLES_A_FILE)])}{ending}"
+        )
+        file = cached_file(name, convert, checked=False)
+        if self.is_remote:
+            with suppress(FileNotFoundError):
+                os.utime(file.path)
+            if file.fresh:
+                _forget_oldest(file.path.parent)
+        return file.path
+
+    def fetched(self, ending: str) -> Path:
+        """Return the file on this machine."""
+
+        def fetch(draft: Path) -> None:
+            system, path = _file_system(self.name)
+            system.get_file(path, str(draft))
+
+        return self.converted(ending, fetch) if self.is_remote else Path(self.name)
+
+
+class FilesSource(ImageSource):
+    """The images of some files, one file after the other; files at URLs are blocks, which are read as a whole."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[DataFile],
+        counts: Sequence[int],
+        labels: dict[str, np.ndarray] | None = None,
+        class_names: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(name, labels, class_names)
+        self.files, self._ends = files, np.cumsum(counts)
+        self.blocks = self._ends if files[0].is_remote else None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the number of the file that holds an image, and the place in it."""
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return file, index - (int(self._ends[file - 1]) if file else 0)
+
+    def files_of(self, indices: Int[np.ndarray, " n"]) -> list[int]:
+        """Return the numbers of the files that hold these images."""
+        return np.unique(np.searchsorted(self._ends, indices, side="right")).tolist()
+
+    def fingerprint(self) -> str:
+        return self._digest(times=True)
+
+    def contents(self) -> str:
+        return self._digest(times=False)
+
+    def _digest(self, times: bool) -> str:
+        samples = max(1, min(SAMPLES_A_FILE, SAMPLES // len(self.files)))
+        return digest(part for file in self.files for part in file.identity(samples, times))
+
+
+def matching_paths(pattern: str) -> list[str]:
+    """Return the file of this path, or those that a glob matches."""
+    path = os.path.expanduser(pattern)
+    return [path] if os.path.isfile(path) else sorted(glob.glob(path))
+
+
+def find_files(patterns: Iterable[str]) -> list[DataFile]:
+    """Return the files that paths or URLs name, each of which may be a glob."""
+    return [found_file(name) for pattern in patterns for name in _expanded(pattern)]
+
+
+def _expanded(pattern: str) -> list[str]:
+    if not is_url(pattern):
+        found = matching_paths(pattern)
+    elif not any(sign in pattern.partition("://")[2] for sign in "*["):
+        return [pattern]
+    else:
+        system, path = _file_system(pattern)
+        found = [system.unstrip_protocol(one) for one in sorted(attempted(pattern, lambda: system.glob(path)))]
+    if not found:
+        raise InputError(f"There is no file {pattern}: check the name.")
+    return found
+
+
+def found_file(name: str) -> DataFile:
+    """Return the file of this path or URL as it is now."""
+    if not is_url(name):
+        try:
+            state = os.stat(name)
+        except FileNotFoundError as error:
+            raise changed(name, "disappeared") from error
+        return DataFile(name, state.st_size, str(state.st_mtime_ns))
+    system, path = _file_system(name)
+    info = attempted(name, lambda: system.info(path))
+    version = next((str(info[key]) for key in VERSIONS if info.get(key) is not None), "")
+    return DataFile(name, info.get("size"), version)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system of a URL; a forked process needs its own, which fsspec sees to."""
+    try:
+        import fsspec
+
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        protocol = url.partition("://")[0]
+        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}.get(protocol)
+        raise MissingExtra(url, package or "fsspec", "remote") from error
+    except ValueError as error:
+        raise InputError(f"{url} cannot be opened ({first_line(error)}): give a URL that fsspec knows.") from error
+
+
+def attempted(name: str, work: Callable[[], Result]) -> Result:
+    """Return the result of `work` on a file; if the store or the network of a URL fails, it is tried again."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return work()
+        except InputError:
+            raise
+        # Each store, and each kind of damaged file, has its own exceptions.
+        except Exception as error:
+            # Over http any failure is a file that is not found; its cause has the status.
+            if isinstance(error, FileNotFoundError) and getattr(error.__cause__, "status", 404) == 404:
+                raise InputError(f"There is no file {name}: check the name.") from error
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
+                raise
+            reason = f"{name} cannot be read ({type(error).__name__}: {first_line(error).rstrip('.')})"
+            if not is_url(name):
+                raise InputError(f"{reason}: give a whole file.") from error
+            if attempt == ATTEMPTS - 1:
+                raise InputError(f"{reason}: check the network and your rights; a run can be resumed then.") from error
+            time.sleep(2**attempt / 2)
+    raise AssertionError
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Remove the files that were not used for longest, beyond the limit; those in use together always stay."""
+    limit, total = gib_from("STOP_MIM_REMOTE_GIB", REMOTE_GIB), 0
+    states = []
+    for path in folder.iterdir():
+        # Another thread or process may remove files meanwhile.
+        with suppress(FileNotFoundError):
+            if path.suffix != ".json" and path.name[0] != ".":
+                states.append((path, path.stat()))
+    states.sort(key=lambda item: item[1].st_mtime_ns, reverse=True)
+    for number, (path, state) in enumerate(states):
+        total += state.st_size
+        if total > limit and number >= BLOCKS_KEPT:
+            record_path(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
