@@ -29,24 +29,6 @@ def extents(indices, columns):
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("kind", [MultiBlockMasks, RandomMasks])
-def test_shapes_are_fixed_and_indices_are_distinct_ascending_and_disjoint(kind, grid):
-    sampler = kind(grid)
-    patches = grid[0] * grid[1]
-    for seed in range(2):
-        masks = sampler.sample(300, generator=seeded(seed))
-        blocks = 4 if kind is MultiBlockMasks else 1
-        assert masks.context.shape == (300, sampler.context_tokens)
-        assert masks.targets.shape == (300, blocks, sampler.target_tokens)
-        for indices in (masks.context, masks.targets):
-            assert indices.min() >= 0
-            assert indices.max() < patches
-            assert (indices.diff(dim=-1) > 0).all()
-        both = (masks.context[:, :, None] == masks.targets.flatten(1)[:, None, :]).any()
-        assert not both
-
-
-@pytest.mark.parametrize("grid", GRIDS)
 def test_every_position_can_be_context_and_target(grid):
     masks = MultiBlockMasks(grid).sample(4000, generator=seeded())
     patches = grid[0] * grid[1]
@@ -154,14 +136,9 @@ def test_a_context_short_of_patches_holds_one_twice_and_not_a_target(monkeypatch
     assert (context.sum(1) == 16).all()
 
 
-@pytest.mark.parametrize("context_tokens", [32, 52])
-def test_a_context_that_few_layouts_have_room_for_is_refused(context_tokens):
-    with pytest.raises(InputError, match=f"fewer than {context_tokens}"):
-        MultiBlockMasks(8, target_tokens=12, context_tokens=context_tokens)
-
-
 def test_a_generator_makes_it_reproducible():
-    for sampler in (MultiBlockMasks((8, 16)), RandomMasks((8, 16)), MultiBlockMasks(14, compat="release")):
+    release = MultiBlockMasks(14, compat="release")
+    for sampler in (MultiBlockMasks((8, 16)), RandomMasks((8, 16)), BlockwiseMasks((8, 16)), release):
         first, second, other = (sampler.sample(9, generator=seeded(seed)) for seed in (5, 5, 6))
         assert torch.equal(first.context, second.context)
         assert torch.equal(first.targets, second.targets)
@@ -266,6 +243,7 @@ class TestRelease:
         (lambda: BlockwiseMasks(4, 0.5, scale=(0.5, 0.2)), "masks.target_scale is .0.5, 0.2"),
         (lambda: RandomMasks(2, mask_ratio=0.05), "masks.mask_ratio is 0.05: on a grid of 2x2"),
         (lambda: MultiBlockMasks(8, context_tokens=60), "leave 3[0-9] context patches, fewer than 60"),
+        (lambda: MultiBlockMasks(8, target_tokens=12, context_tokens=32), "fewer than 32"),
         (lambda: MultiBlockMasks(8, n_blocks=0), "masks.n_blocks is 0"),
         (lambda: RandomMasks(8, mask_ratio=1.0), "masks.mask_ratio is 1.0"),
     ],
@@ -289,22 +267,6 @@ def test_sampling_on_the_gpu_never_waits_for_it():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert masks.context.is_cuda
-
-
-@pytest.mark.parametrize("grid", [(14, 14), (5, 9)])
-def test_blockwise_masks_divide_the_patches_into_fixed_numbers(grid):
-    sampler = BlockwiseMasks(grid, mask_ratio=0.61)
-    masks = sampler.sample(32, generator=seeded())
-    patches = grid[0] * grid[1]
-    assert masks.targets.shape == (32, 1, round(0.61 * patches))
-    together = torch.cat([masks.context, masks.targets[:, 0]], dim=1)
-    assert torch.equal(together.sort(1).values, torch.arange(patches).expand(32, -1))
-    assert (masks.context.diff(dim=1) > 0).all()
-    assert (masks.targets.diff(dim=2) > 0).all()
-    again = sampler.sample(32, generator=seeded())
-    assert torch.equal(again.targets, masks.targets)
-    assert len(masks.targets.unique(dim=0)) == 32
-    assert repr(sampler).endswith(f"{patches - round(0.61 * patches)} context, {round(0.61 * patches)} target tokens)")
 
 
 def agreement(sampler):

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 from stop_mim.data.decode import cut
 from stop_mim.errors import InputError
-from stop_mim.masking import MultiBlockMasks, RandomMasks
+from stop_mim.masking import BlockwiseMasks, MultiBlockMasks, RandomMasks
 from stop_mim.models.build import build_encoder
 from stop_mim.models.config import EncoderConfig
 from stop_mim.positions import SinCosPositions
@@ -72,13 +72,19 @@ def test_any_json_is_a_configuration_or_refused(plain):
 @given(sides, sides, st.integers(1, 5), st.integers(0, 2**31))
 def test_masks_are_patches_of_the_grid_and_targets_are_no_context(height, width, batch, seed):
     generator = torch.Generator().manual_seed(seed)
-    for sampler in (MultiBlockMasks, RandomMasks):
+    for kind in (MultiBlockMasks, RandomMasks, BlockwiseMasks):
         try:
-            masks = sampler((height, width)).sample(batch, generator=generator)
+            sampler = kind((height, width))
         except InputError:
             continue
+        masks = sampler.sample(batch, generator=generator)
+        blocks = 4 if kind is MultiBlockMasks else 1
+        assert masks.context.shape == (batch, sampler.context_tokens)
+        assert masks.targets.shape == (batch, blocks, sampler.target_tokens)
+        assert all((indices.diff(dim=-1) > 0).all() for indices in (masks.context, masks.targets))
+        if kind is not MultiBlockMasks:
+            assert sampler.context_tokens + sampler.target_tokens == height * width
         for context, targets in zip(masks.context, masks.targets.flatten(1), strict=True):
-            assert len(context) == len(set(context.tolist())) > 0
             assert set(context.tolist() + targets.tolist()) <= set(range(height * width))
             assert not set(context.tolist()) & set(targets.tolist())
 

@@ -35,15 +35,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def change_patches(images, indices):
-    changed = images.clone()
-    for image, patches in zip(changed, indices.flatten(1), strict=True):
-        for patch in patches.tolist():
-            row, column = patch // GRID[1] * PATCH, patch % GRID[1] * PATCH
-            image[:, row : row + PATCH, column : column + PATCH] += torch.linspace(-3, 3, PATCH)
-    return changed
-
-
 def student_input(model, images, masks):
     """The tokens that enter the student's first layer, with the noise of a fixed seed."""
     seen = []
@@ -81,15 +72,6 @@ def test_the_student_sees_all_patches_with_a_mask_token_in_the_place_of_masked_o
         torch.testing.assert_close(tokens[i, 10:], positions + model.masked_input.mask_token)
 
 
-def test_the_student_never_sees_a_masked_patch_and_the_teacher_does(batch):
-    model, (images, masks) = make(), batch
-    changed = change_patches(images, masks.targets)
-    assert torch.equal(model.predict(changed, masks), model.predict(images, masks))
-    assert not torch.allclose(model.target_features(changed, masks), model.target_features(images, masks), atol=0.01)
-    seen = model.predict(change_patches(images, masks.context), masks)
-    assert not torch.allclose(seen, model.predict(images, masks), atol=1e-5)
-
-
 def test_the_noise_is_A_n_on_masked_tokens_alone(batch):
     model, (images, masks) = make(sigma=0.5), batch
     images, masks = (
@@ -112,17 +94,6 @@ def test_gradients_reach_A_through_the_noise(batch):
         # Images of zeros leave A no gradient but the noise's.
         model(torch.zeros_like(batch[0]), masks).backward()
         assert bool(model.encoder.vit.patch_embed.proj.weight.grad.abs().max() > 0) == reaches
-
-
-def test_the_patch_projection_is_the_convolution_and_owns_nothing():
-    convolution = torch.nn.Conv2d(3, 48, PATCH, PATCH)
-    projection = PatchProjection(convolution)
-    assert (projection.in_features, projection.out_features) == (192, 48)
-    assert not list(projection.parameters())
-    patch = torch.randn(2, 3, PATCH, PATCH)
-    torch.testing.assert_close(projection(patch.flatten(1)), convolution(patch)[..., 0, 0], atol=1e-5, rtol=1e-5)
-    convolution.weight.data.mul_(2)
-    assert torch.equal(projection.weight, convolution.weight.flatten(1))
 
 
 def test_the_releases_convention_and_noise_by_context_work_too(batch):

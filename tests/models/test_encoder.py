@@ -103,8 +103,10 @@ def test_initial_weights_are_scaled_by_depth_or_those_of_the_release(initialisat
     torch.manual_seed(0)
     encoder = create_encoder(Dimensions(192, 6, 3), image_size=32, patch_size=8, initialisation=initialisation)
     projection = context_projection(192, 96)
+    before = projection.weight.clone()
     positions = SinCosPositions(encoder.grid, 96)
     predictor = Predictor(projection, positions, depth=3, heads=3, initialisation=initialisation)
+    assert torch.equal(projection.weight, before)
     scaled = initialisation == "scaled"
     for blocks in (encoder.vit.blocks, predictor.blocks):
         for depth, block in enumerate(blocks, start=1):

@@ -31,16 +31,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def change_patches(images, indices, amount=3.0, pixels=slice(None)):
-    """The images with some pixels of these patches, an image at a time, changed."""
-    changed = images.clone()
-    for image, patches in zip(changed, indices.flatten(1), strict=True):
-        for patch in patches.tolist():
-            row, column = patch // GRID[1] * PATCH, patch % GRID[1] * PATCH
-            image[:, row : row + PATCH, column : column + PATCH][..., pixels] += amount
-    return changed
-
-
 def test_the_loss_is_the_mean_squared_error_of_normalised_pixels(batch):
     model, (images, masks) = make(), batch
     predicted, errors = model.predict(images, masks), []
@@ -60,14 +50,6 @@ def test_without_normalisation_pixels_are_predicted_as_they_are(batch):
     row, column = masks.targets[2, 0, 5].item() // GRID[1] * PATCH, masks.targets[2, 0, 5].item() % GRID[1] * PATCH
     assert torch.equal(target[2, 0, 5], images[2, :, row : row + PATCH, column : column + PATCH].flatten())
     assert model(images, masks).item() != make()(images, masks).item()
-
-
-def test_the_encoder_never_sees_a_masked_patch_but_sees_the_others(batch):
-    model, (images, masks) = make(), batch
-    before = model.predict(images, masks)
-    assert torch.equal(model.predict(change_patches(images, masks.targets), masks), before)
-    seen = model.predict(change_patches(images, masks.context, pixels=0), masks)
-    assert not torch.isclose(seen, before, atol=1e-7, rtol=1e-6).all(-1).any()
 
 
 class CopiedPositions(Positions):

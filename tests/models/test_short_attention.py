@@ -69,10 +69,8 @@ import torch.nn.functional as F
 import stop_mim.models.kernels.short_attention
 
 torch.manual_seed(0)
-for batch, n, heads, width, size in (
-    (2, 13, 2, 16, 1), (1, 33, 1, 16, 1), (1, 1, 1, 16, 1), (1, 16, 3, 32, 1), (1, 20, 1, 16, 20)
-):
-    # The largest scores of the last one overflow exp.
+for batch, n, heads, width, size in ((2, 13, 2, 16, 1), (1, 33, 1, 32, 20)):
+    # The largest scores of the second one overflow exp.
     qkv = (size * torch.randn(batch, n, 3 * heads * width)).requires_grad_()
     q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     theirs = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
