@@ -112,19 +112,18 @@ def _umask() -> int:
 
 @contextmanager
 def failures_as_oserror(path: Path) -> Iterator[None]:
-    """Turn the errors that safetensors and torch raise for a failed write into OSError, with the path."""
+    """Turn the error that safetensors raises for a failed write into OSError; give every OSError the path."""
     try:
         yield
+    except OSError as error:
+        # A failed write or flush names no file.
+        error.filename = error.filename or str(path)
+        raise
     except SafetensorError as error:
         found = re.search(r"os error (\d+)", str(error))
         if found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
-    except RuntimeError as error:
-        # torch does not say why it cannot write; it is hardly ever anything else than a full disk.
-        if "PytorchStreamWriter" not in str(error):
-            raise
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Export formats: one decorated function each, which writes the files and returns the code that loads them."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -205,7 +206,10 @@ def write_program(encoder: Encoder, folder: Path, place: Place) -> Exported:
     program = torch.export.export(
         TokenProgram(encoder).eval(), (_random_images(encoder, 2),), dynamic_shapes=_any_batch()
     )
-    torch.export.save(program, folder / PROGRAM_FILE)
+    # Into memory first: on a full disk torch's own writer ends the process.
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    (folder / PROGRAM_FILE).write_bytes(buffer.getbuffer())
     loaded = torch.export.load(folder / PROGRAM_FILE).module()
     require_same_tokens(encoder, loaded, PROGRAM_TOLERANCE, "torch.export")
     code = [

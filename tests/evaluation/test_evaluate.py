@@ -457,17 +457,6 @@ def test_a_cache_that_cannot_be_written_is_noticed_before_the_work(run, colours,
         evaluate([str(run)], replace(QUICK, task=(task,), data=str(colours)), silent())
 
 
-def test_the_numbers_are_shown_even_if_their_file_cannot_be_written(run, colours, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(evaluate_module, "write_json", full)
-    console = silent()
-    with pytest.raises(OSError, match="No space"):
-        evaluate([str(run)], replace(QUICK, task=("knn",), data=str(colours), json=tmp_path / "r.json"), console)
-    assert "knn/neighbours=3/top1" in console.file.getvalue()
-
-
 def test_a_test_on_the_training_images_is_warned_about(run, colours):
     knn = replace(QUICK, task=("knn",), data=str(colours / "train"))
     for test_data, warns in (("train", True), ("test", False)):
