@@ -469,7 +469,7 @@ def _run(given: list[str]) -> None:
     load_plugins()
     given = _config_first(given) or ["--help"]
     GIVEN.set(given)
-    if given[:1] == ["sweep"] and given[1:2] == ["--vary"]:
+    if given[:1] == ["sweep"] and "--vary" in given and given[1].startswith("-"):
         given.insert(1, "vary")
     if given[0] not in HELP:
         COMMANDS.find(given[0])
