@@ -63,7 +63,7 @@ def graph_breaks():
     """Why the compiler breaks the graph of each objective with each kind of noise, where it does."""
     found = {}
     for name in RECIPES:
-        kinds = [{}] if name.startswith("ijepa") else [{}, {"conditioned": True}, {"kind": "jittered"}]
+        kinds = [{}, {"conditioned": True}, {"kind": "jittered"}] if name == RECIPES[0] else [{}]
         for positions in kinds:
             config = find_recipe(name)
             config = replace(

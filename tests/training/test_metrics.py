@@ -3,6 +3,7 @@
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,9 @@ def test_how_often_a_run_is_recorded_and_saved_changes_nothing(tmp_path):
     assert lines[1]["loss"] == pytest.approx(sum(losses[1:10]) / 9)
 
 
+TWO_EPOCHS = replace(tiny_config().optim, epochs=2)
+
+
 class Killed(BaseException):
     """An exception that no part of the run catches."""
 
@@ -49,40 +53,40 @@ def disturb(monkeypatch, step=None, kind=None):
 
 @pytest.mark.parametrize("kind", ["killed", "asked to stop"])
 def test_a_line_is_the_mean_that_it_would_have_been_without_interruptions(tmp_path, monkeypatch, kind):
-    # Lines at 1, 5, 10, 15, 20 and 21, checkpoints at 7, 14 and 21: each line after a resume is half in the past.
-    groups = {"log": LogConfig(5, 1000, False), "checkpoint": CheckpointConfig(7)}
+    # Lines at 1, 5, 10 and 14, checkpoints at 7 and 14: each line after a resume is half in the past.
+    groups = {"log": LogConfig(5, 1000, False), "checkpoint": CheckpointConfig(7), "optim": TWO_EPOCHS}
     with monkeypatch.context() as patch:
         disturb(patch)
         run(tiny_config(out=tmp_path / "whole", **groups))
-    for step in (9, 10):
+    for step in (9, 4):
         with monkeypatch.context() as patch:
             disturb(patch, step, kind)
             with pytest.raises(Killed) if kind == "killed" else nullcontext():
-                go_on(tmp_path / "parts") if step > 9 else run(tiny_config(out=tmp_path / "parts", **groups))
+                go_on(tmp_path / "parts") if step < 9 else run(tiny_config(out=tmp_path / "parts", **groups))
     with monkeypatch.context() as patch:
         disturb(patch)
         go_on(tmp_path / "parts")
-    assert [line["step"] for line in read_metrics(tmp_path / "whole")] == [1, 5, 10, 15, 20, 21]
+    assert [line["step"] for line in read_metrics(tmp_path / "whole")] == [1, 5, 10, 14]
     # The rate too: steps before an interruption are not counted in the time after it.
     assert read_metrics(tmp_path / "parts") == read_metrics(tmp_path / "whole")
     assert {line["images_per_second"] for line in read_metrics(tmp_path / "parts")} == {8.0}
-    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
+    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", 14), checkpoint_at(tmp_path / "parts", 14))
 
 
 def test_the_line_of_a_run_that_stops_early_is_one_more_and_events_of_repeated_steps_are_superseded(tmp_path):
-    log = LogConfig(6, 1000, True)
-    run(tiny_config(out=tmp_path / "whole", log=log))
-    run(tiny_config(out=tmp_path / "parts", log=log, stop_after_steps=MID_EPOCH))
+    groups = {"log": LogConfig(6, 1000, True), "optim": TWO_EPOCHS}
+    run(tiny_config(out=tmp_path / "whole", **groups))
+    run(tiny_config(out=tmp_path / "parts", stop_after_steps=MID_EPOCH, **groups))
     go_on(tmp_path / "parts")
     whole, parts = comparable(tmp_path / "whole"), comparable(tmp_path / "parts")
-    assert [line["step"] for line in parts] == [1, 6, MID_EPOCH, 12, 18, 21]
+    assert [line["step"] for line in parts] == [1, 6, MID_EPOCH, 12, 14]
     assert [line for line in parts if line["step"] != MID_EPOCH] == whole
-    # From the checkpoint of step 8 on, steps come again.
-    go_on(tmp_path / "parts", checkpoint=tmp_path / "parts" / "checkpoints" / "step-00000020.safetensors")
+    # From the checkpoint of step 12 on, steps come again.
+    go_on(tmp_path / "parts", checkpoint=tmp_path / "parts" / "checkpoints" / "step-00000012.safetensors")
     events = EventAccumulator(str(tmp_path / "parts" / "tensorboard"))
     events.Reload()
-    assert sorted({event.step for event in events.Scalars("loss")}) == [1, 6, MID_EPOCH, 12, 18, 21]
-    assert len(events.Scalars("loss")) == 6
+    assert sorted({event.step for event in events.Scalars("loss")}) == [1, 6, MID_EPOCH, 12, 14]
+    assert len(events.Scalars("loss")) == 5
 
 
 def test_the_measurements_are_those_of_the_schedules(tmp_path):

@@ -34,7 +34,6 @@ DATA2VEC = {
 OBJECTIVES = {
     "stop-mae": MAE | {"positions": MOVING},
     "data2vec": DATA2VEC | {"positions": PositionsConfig(kind="sincos")},
-    "ijepa from two layers": {"objective": ObjectiveConfig(target_layers=2, beta=0.5)},
 }
 
 
@@ -58,10 +57,10 @@ def test_a_run_of_any_objective_learns_and_is_resumed_bit_for_bit(tmp_path, case
 
 
 def test_a_run_that_recomputes_activations_learns_the_same_to_the_bit(tmp_path):
-    config = tiny_config(out=tmp_path / "plain", positions=MOVING)
+    config = tiny_config(out=tmp_path / "plain", positions=MOVING, stop_after_steps=3)
     run(config)
     run(replace(config, out=str(tmp_path / "recomputed"), speed=replace(config.speed, recompute=True)))
-    assert_same_checkpoint(checkpoint_at(tmp_path / "plain", TOTAL), checkpoint_at(tmp_path / "recomputed", TOTAL))
+    assert_same_checkpoint(checkpoint_at(tmp_path / "plain", 3), checkpoint_at(tmp_path / "recomputed", 3))
     assert comparable(tmp_path / "plain") == comparable(tmp_path / "recomputed")
 
 

@@ -1,6 +1,5 @@
 """The online probe: scores that can be believed, labels that are checked, and a run that it does not change."""
 
-import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,7 +23,7 @@ from stop_mim.training.callbacks.probe import evaluation_mode, make_probe, open_
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import LogConfig, ProbeConfig, SpeedConfig
 from stop_mim.training.pretrain import resume, train
-from stop_mim.training.run_folder import read_metrics
+from stop_mim.training.run_folder import RunFolder, read_metrics
 
 # Batches at 2, 4, 6 …, scores at 7, 14 and 21: a stop at 10 is in the middle of what the loss is averaged over.
 PROBE = ProbeConfig(batch_size=16, every_steps=2, score_every_steps=7, lr=0.02, neighbours=5, memory=40)
@@ -225,21 +224,6 @@ def test_labels_that_cannot_be_used_are_refused_before_anything_is_written(tmp_p
     refused("other names")
 
 
-def test_numbers_of_any_size_become_classes(colours, monkeypatch):
-    real = probe_module.open_source
-
-    def renumbered(name, split):
-        source = real(name, split)
-        source.labels["class"] = source.labels["class"] * 10 + 5
-        return source
-
-    monkeypatch.setattr(probe_module, "open_source", renumbered)
-    data = open_probe_data(str(colours))
-    assert data.n_classes == 3
-    assert data.train.source.labels["class"].tolist() == [5] * 12 + [15] * 12 + [25] * 12
-    assert data.train.classes.tolist() == [0] * 12 + [1] * 12 + [2] * 12
-
-
 def test_a_probe_changes_no_bit_of_a_run_and_its_scores_are_shown(tmp_path, colours):
     log = LogConfig(every_steps=1, health_every_steps=5, tensorboard=True)
     quietly(train, tiny_config(out=tmp_path / "without", log=log))
@@ -282,24 +266,14 @@ def test_a_run_that_was_stopped_has_the_scores_of_one_that_was_not(tmp_path, col
 
 
 def test_a_new_probe_starts_where_the_checkpoint_has_none_of_these_images(tmp_path):
-    def probes(**changes):
-        file = tmp_path / "run" / "config.json"
-        fields = json.loads(file.read_text())
-        fields["probe"].update(changes)
-        file.write_text(json.dumps(fields))
-
     data = write_colours(tmp_path / "colours")
-    quietly(train, tiny_config(out=tmp_path / "run", stop_after_steps=4))
-    probes(data=str(data), every_steps=2)
-    for stop in (8, 12):
+    quietly(train, tiny_config(out=tmp_path / "run", stop_after_steps=1))
+    RunFolder(tmp_path / "run").write_config(probing(data, tmp_path / "run"))
+    for stop in (3, 5):
         _, text = quietly(resume, tmp_path / "run", stop_after_steps=stop)
         assert "a new probe starts" in text
-        assert checkpoint_at(tmp_path / "run", stop).tensors["probe.model.batches"] == 2
+        assert checkpoint_at(tmp_path / "run", stop).tensors["probe.model.batches"] == 1
         (data / "train" / "red" / "003.png").unlink(missing_ok=True)
-    probes(data=None)
-    quietly(resume, tmp_path / "run")
-    quietly(train, tiny_config(out=tmp_path / "plain"))
-    assert_same_checkpoint(checkpoint_at(tmp_path / "run", TOTAL), checkpoint_at(tmp_path / "plain", TOTAL))
 
 
 @pytest.mark.gpu
