@@ -193,7 +193,10 @@ def read_results(path: Path) -> list[Evaluation]:
     if found.get("format") != FORMAT:
         raise InputError(f"{path} cannot be read: {remedy}.")
     try:
-        return from_plain(list[Evaluation], found.get("evaluations"), "evaluations")
+        evaluations = from_plain(list[Evaluation], found.get("evaluations"), "evaluations")
+        for one in evaluations:
+            from_plain(float | None, one.facts.get("chance"), "chance")
+        return evaluations
     except InputError as error:
         raise InputError(f"{path} cannot be read ({str(error).rstrip('.')}): {remedy}.") from error
 

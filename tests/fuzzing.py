@@ -6,6 +6,7 @@ python tests/fuzzing.py SECONDS [KIND …]
 import io
 import json
 import random
+import re
 import resource
 import signal
 import sys
@@ -14,7 +15,10 @@ import tempfile
 import time
 import traceback
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import PIL.Image
@@ -22,23 +26,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from stop_mim.analysis import figures
 from stop_mim.analysis.runs import read_records
+from stop_mim.cli import main
 from stop_mim.data.data_files import find_files
 from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.data.sources.parquet import ParquetSource
 from stop_mim.data.sources.shards import ShardSource
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
-from stop_mim.models.build import build_encoder
-from stop_mim.models.config import EncoderConfig
+from stop_mim.models.build import build_encoder, build_objective
+from stop_mim.models.config import EncoderConfig, PositionsConfig, PredictorConfig
 from stop_mim.models.encoder import save_encoder
 from stop_mim.results import Evaluation, Score, add_results
+from stop_mim.training.callbacks.health import HealthSigns
 from stop_mim.training.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.config_file import read_config
 from stop_mim.training.run_folder import RunFolder
 
-SECONDS_EACH, MORE_BYTES = 10, 2**30
+SECONDS_EACH, MORE_BYTES = 60, 2**30
 JUNK = [None, True, -1, 10**30, 1e30, float("nan"), "", "\x1b[2J", [], {}, [[1]], {"a": 1}, 2**40]
 
 
@@ -72,15 +79,29 @@ def tiny_encoder():
     return build_encoder(EncoderConfig("tiny", image_size=(16, 16), patch_size=8, width=16, depth=1, heads=2))
 
 
-def write_run(folder):
-    run = RunFolder(folder)
-    run.create(TrainConfig(out=str(folder)), "tiny")
-    for step in range(3):
-        run.record(step, {"loss": 1.0, "epoch": 0.5})
-    run.write_status("running", 2, 9)
+def write_run(folder, sigma=0.25):
+    """A run with a checkpoint, health signs and scores, as if it had been trained."""
+    run, config = RunFolder(folder), tiny_run_config(folder, sigma)
+    run.create(config, "tiny")
+    for step in range(1, 4):
+        values = {f"health/{one.name}": step for one in fields(HealthSigns)}
+        run.record(step, {"loss": 1.0 / step, "lr": 1e-3, "epoch": step / 4, "probe/knn_top1": 9.0 * step, **values})
+    run.write_status("running", 3, 9)
+    weights = {f"model.{name}": tensor for name, tensor in build_objective(config, 9).state_dict().items()}
+    save_checkpoint(Checkpoint(3, weights, {}), folder / "checkpoints" / "step-00000003.safetensors")
     scores = [Score("top1", 50.0, 1, {"lr": 0.1}, True, low=40.0, high=60.0)]
-    add_results(
-        folder / "results.json", [Evaluation("run", "linear", "class", "a", "a", {"name": "x"}, 0, scores=scores)]
+    more = ("linear", "class", "a", "a", {"name": "x"}, 0)
+    runs = [Evaluation(name, *more, {"chance": 10.0}, scores=scores) for name in ("run", "untrained:run")]
+    add_results(folder / "results.json", runs)
+
+
+def tiny_run_config(folder, sigma):
+    return TrainConfig(
+        data="scenes:count=2,size=16",
+        out=str(folder),
+        encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=16, depth=1, heads=2),
+        predictor=PredictorConfig(width=16, depth=1, heads=2),
+        positions=PositionsConfig(sigma=sigma),
     )
 
 
@@ -100,7 +121,34 @@ def read_run(folder):
     run = RunFolder(folder)
     run.skipped()
     run.recipe()
+    run_command(["report", str(folder), "--out", str(folder.parent / "report.html")])
     run.forget_after(2)
+
+
+def write_runs(folder):
+    """The run, and two others that figures compare it with."""
+    for path, sigma in ((folder, 0.25), (folder.with_name("more"), 0.5), (folder.with_name("none"), 0.0)):
+        write_run(path, sigma)
+
+
+def draw_runs(folder):
+    runs = (str(folder.with_name(name)) for name in ("none", folder.name, "more"))
+    # Ticks, labels and layout without the files, which take most of the time.
+    with mock.patch.object(figures, "save_figure", lambda figure, path: [figure.draw_without_rendering()][1:]):
+        run_command(["figure", "loss", "4", "covariance", "--runs", *runs])
+
+
+def run_command(arguments):
+    """Run a command in this process: it works, or it ends with exit code 2 and one sentence."""
+    errors, code = io.StringIO(), 0
+    with redirect_stdout(io.StringIO()), redirect_stderr(errors):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code
+    sentence = errors.getvalue()
+    if (code, sentence) != (0, "") and not (code == 2 and re.fullmatch("stop-mim: .+\n", sentence)):
+        raise RuntimeError(f"exit code {code}: {sentence}")
 
 
 def shards(path):
@@ -147,6 +195,10 @@ KINDS = {
     **{
         f"run {name}": (f"run/{name}", lambda path: write_run(path.parent), lambda path: read_run(path.parent))
         for name in ("config.json", "metrics.jsonl", "status.json", "results.json", "environment.json")
+    },
+    **{
+        f"figures of {name}": (f"run/{name}", lambda path: write_runs(path.parent), lambda path: draw_runs(path.parent))
+        for name in ("config.json", "metrics.jsonl", "results.json")
     },
 }
 
@@ -224,7 +276,7 @@ def _too_long(number, frame):
     raise RuntimeError(f"more than {SECONDS_EACH} seconds")
 
 
-def main(seconds, kinds):
+def fuzz_all(seconds, kinds):
     """Fuzz all kinds in turn, with new seeds, until the time is over."""
     started, seed, count, failed = time.monotonic(), 0, 0, 0
     while time.monotonic() - started < seconds:
@@ -239,4 +291,4 @@ def main(seconds, kinds):
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), sys.argv[2:])
+    fuzz_all(float(sys.argv[1]), sys.argv[2:])

@@ -160,7 +160,7 @@ def score_label(score: ScoreKey) -> str:
     folder = path.parent.name or path.stem
     data = kind if kind == "scenes" else folder if path.suffix == ".parquet" else path.name
     what = "score" if score.rank is None else "top-1 accuracy (%)"
-    words = ", ".join(filter(None, [score.name.replace("/", ", "), data]))
+    words = ", ".join(filter(None, [score.name.removesuffix("/top1").replace("/", ", "), data]))
     return "\n".join([what, *textwrap.wrap(words, LABEL_CHARACTERS)])
 
 

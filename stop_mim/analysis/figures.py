@@ -130,6 +130,8 @@ def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     _draw_idea(panels[:3], run)
     if scores:
         _draw_bars(panels[3], *scores)
+        height, width = run.config.encoder.image_size
+        panels[3].set_box_aspect(height / width)
     add_letters(figure.axes)
     return figure
 
@@ -240,7 +242,7 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     draw_against_sigma(at_power, scores, bands=False, places=power)
     at_power.set(title="equal power", xscale="log", xlabel="noise-to-signal ratio ‖ψ̂ − ψ‖ / ‖ψ‖ after training")
     add_letters(figure.axes)
-    add_legend_below(figure, at_sigma, 2, seeds_label(records))
+    add_legend_below(figure, at_sigma, 3, seeds_label(records))
     return figure
 
 

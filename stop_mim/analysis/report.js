@@ -19,6 +19,7 @@
 
   const bytes = (base64) => Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
   const colour = (run) => `var(--series-${run % 8})`;
+  const swatch = (run) => make("span", { class: "swatch", style: `border-top: 0.3em ${["solid", "dashed", "dotted"][Math.min(2, Math.floor(run / 8))]} ${colour(run)}` });
   const dashes = (run) => (run < 8 ? {} : { "stroke-dasharray": run < 16 ? "5 3" : "2 2" });
   const place = (patch) => `row ${Math.floor(patch / COLUMNS) + 1}, column ${(patch % COLUMNS) + 1}`;
   const of = (run) => (several ? `${data.runs[run]}: ` : "");
@@ -66,6 +67,12 @@
     const redraw = () => drawChart(spec, spec.series.filter((one) => !hidden.has(one.run)), svg, tooltip);
     charts.push(redraw);
     redraw();
+  }
+
+  // The names of a section's curves, beside them.
+  function addLegend(specs, parent) {
+    const runs = [...new Set(specs.flatMap((spec) => spec.series.map((one) => one.run)))].sort((one, other) => one - other);
+    if (several) parent.append(make("p", { class: "legend" }, ...runs.map((run) => make("span", {}, swatch(run), ` ${data.runs[run]}`))));
   }
 
   function drawChart(spec, series, svg, tooltip) {
@@ -279,6 +286,7 @@
       });
       addRun(parent, run, [seen, predicted, whole]);
     });
+    parent.append(colourBar("similarity of each patch to the prediction, from the lowest to the highest of its map"));
     chooseImage(0);
   }
 
@@ -308,7 +316,9 @@
   }
 
   for (const parent of document.querySelectorAll("[data-charts]")) {
-    for (const spec of data.charts) if (spec.section === parent.dataset.charts) addChart(spec, parent);
+    const specs = data.charts.filter((spec) => spec.section === parent.dataset.charts);
+    addLegend(specs, parent);
+    for (const spec of specs) addChart(spec, parent);
   }
   for (const button of document.querySelectorAll("button[data-run]")) {
     button.addEventListener("click", () => {

@@ -15,6 +15,7 @@ from rich.markup import escape
 import stop_mim
 from stop_mim.analysis.report_data import Looks, Pictures, Plain, charts, choose_pictures, look_at, picture_url
 from stop_mim.analysis.runs import (
+    INCIDENTAL,
     RunGroup,
     RunRecords,
     check_same_grid,
@@ -25,6 +26,7 @@ from stop_mim.analysis.runs import (
 )
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable, write_atomically
+from stop_mim.records import from_plain
 from stop_mim.results import UNTRAINED, Evaluation, Score, details_table, headline_table
 from stop_mim.sweeps.grid import changes
 from stop_mim.sweeps.summary import spread
@@ -34,6 +36,9 @@ from stop_mim.training.config import to_json
 from stop_mim.training.run_folder import RunFolder
 
 HERE = Path(__file__).parent
+PAGES = Environment(
+    loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
 NOTHING = "–"
 MOST_CARDS = 4
 # The state of a group is the first of these that one of its runs has.
@@ -98,11 +103,8 @@ def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
         "features": [look.features for look in looks],
         "pictures": [picture_url(image) for image in pictures.pixels if any(look.features for look in looks)],
     }
-    environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     single = len(groups) == len(groups[0].runs) == 1
-    return environment.get_template("report.html").render(
+    return PAGES.get_template("report.html").render(
         groups=[_described(group, look) for group, look in zip(groups, looks, strict=True)],
         several_seeds=any(len(group.runs) > 1 for group in groups),
         cards=cards(groups[0]) if single else [],
@@ -182,15 +184,18 @@ def status_text(run: RunRecords) -> str:
 def health_warnings(run: RunRecords) -> Iterator[str]:
     """Yield the warnings of the health signs in a run's metrics, as they were given while it trained."""
     first, known = None, set[str]()
-    names = [field.name for field in fields(HealthSigns)]
     for line in run.metrics:
-        if all(isinstance(line.get(f"health/{name}"), int | float) for name in names):
-            values: Mapping[str, Any] = {name: line[f"health/{name}"] for name in names}
-            signs = HealthSigns(**values)
-            first = first or signs
-            symptoms = find_symptoms(signs, first)
-            yield from (f"Step {line['step']:,}: {text}" for name, text in symptoms.items() if name not in known)
-            known = set(symptoms)
+        try:
+            names = [f"health/{field.name}" for field in fields(HealthSigns)]
+            signs = from_plain(
+                HealthSigns, {name.removeprefix("health/"): line[name] for name in names if name in line}
+            )
+        except InputError:
+            continue
+        first = first or signs
+        symptoms = find_symptoms(signs, first)
+        yield from (f"Step {line['step']:,}: {text}" for name, text in symptoms.items() if name not in known)
+        known = set(symptoms)
 
 
 def newest(run: RunRecords) -> dict[str, float]:
@@ -227,7 +232,7 @@ def differences_table(groups: Sequence[RunGroup]) -> Table | None:
     """Return the config fields in which the groups differ, a row for each group; None for one group."""
     first = groups[0].first.config
     found = dict.fromkeys(name for group in groups[1:] for name in changes(first, group.first.config))
-    names = [name for name in found if name not in ("out", "seed")]
+    names = [name for name in found if name not in INCIDENTAL]
     rows = [[group.name, *(str(attrgetter(name)(group.first.config)) for name in names)] for group in groups]
     return Table("What differs", ["", *names], rows) if names else None
 

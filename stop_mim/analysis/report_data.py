@@ -80,7 +80,9 @@ def charts(groups: Sequence[RunGroup], looks: Sequence["Looks"]) -> list[Plain]:
             for number, group in enumerate(groups)
             if (points := curve([run.metrics for run in group.runs], one.key, most)) is not None
         ]
-        if one.key != "sigma" or any(any(line["y"]) for line in series):
+        values = [value for line in series for value in line["y"]]
+        # What never changes, such as the noise of fixed positions, needs no chart.
+        if len(values) <= len(series) or len({*values}) > 1:
             found.append(_chart(one.section, one.title, one.meaning, "step", series))
     spectra = [(number, look.spectrum) for number, look in enumerate(looks) if look.spectrum is not None]
     eigenvalues = [{"run": number, **one["eigenvalues"]} for number, one in spectra]

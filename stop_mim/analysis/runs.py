@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,17 +183,16 @@ def group_seeds(runs: Sequence[RunRecords]) -> list[RunGroup]:
 
 
 def _group_names(groups: Sequence[Sequence[RunRecords]]) -> list[str]:
-    """Return the common path of each group's runs, without what all runs have in common."""
+    """Return what the paths of each group's runs begin with, without what all groups have in common and seeds' numbers."""
     paths = [[run.path.resolve() for run in group] for group in groups]
-    if len(groups) == 1:
-        (own,) = paths
-        return [own[0].name if len(own) == 1 else Path(os.path.commonpath(own)).name or own[0].name]
     shared = os.path.commonpath([path.parent for group in paths for path in group])
     names = []
     for group in paths:
-        common = Path(os.path.commonpath(group))
-        name = os.path.relpath(common, shared)
-        names.append(os.path.relpath(group[0], shared) if name == "." else name)
+        own = [os.path.relpath(path, shared) for path in group]
+        # Of stop-0 and stop-1, or of stop/seed-0 and stop/seed-1, it is stop.
+        same = os.path.commonprefix(own)  # noqa: RUF071
+        name = own[0] if len(own) == 1 else re.sub(r"\W*(seed)?\W*\d*$", "", same)
+        names.append(name or (Path(shared).name if len(groups) == 1 else own[0]))
     return names
 
 
