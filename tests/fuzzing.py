@@ -135,7 +135,7 @@ def draw_runs(folder):
     runs = (str(folder.with_name(name)) for name in ("none", folder.name, "more"))
     # Ticks, labels and layout without the files, which take most of the time.
     with mock.patch.object(figures, "save_figure", lambda figure, path: [figure.draw_without_rendering()][1:]):
-        run_command(["figure", "loss", "4", "covariance", "--runs", *runs])
+        run_command(["figure", "loss", "4", "--runs", *runs])
 
 
 def run_command(arguments):
