@@ -1,4 +1,4 @@
-"""The Python code of the README and of the guides runs as it is written there; the table of the paper names what exists."""
+"""The Python code of the README and of the guides runs as it is written there."""
 
 import re
 import sys
@@ -20,12 +20,9 @@ from stop_mim import (
     save_encoder,
     train,
 )
-from stop_mim.analysis.figures import FIGURES
 from stop_mim.errors import InputError
 from stop_mim.positions import COVARIANCES
 from stop_mim.registry import load_plugins
-from stop_mim.sweeps.grid import SWEEPS
-from stop_mim.training.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,22 +147,3 @@ def test_a_covariance_is_one_class_in_a_module_of_ones_own(tmp_path, monkeypatch
         torch.testing.assert_close(positions.covariance_matrix().diagonal(), torch.tensor([0.25] * 4 + [0.0] * 4))
     finally:
         del COVARIANCES._entries["half_identity"], sys.modules["my_plugin"]
-
-
-def numbers(text: str, kind: str) -> set[int]:
-    """The numbers of tables, or of figures, that a text names, such as "tables 1, 2 and 3"."""
-    named = re.findall(rf"\b{kind}s? (\d(?:(?:, | and | to )\d)*)", text, re.IGNORECASE)
-    return {int(number) for numbers in named for number in re.findall(r"\d", numbers)}
-
-
-def test_the_table_of_the_paper_covers_what_the_docs_claim_and_names_what_exists():
-    section = (ROOT / "docs/method.md").read_text().split("### Which row of the paper")[1].split("\n## ")[0]
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ") and "---" not in line]
-    for quoted in (text for _, commands in rows for text in re.findall(r"`([^`]+)`", commands)):
-        first, *rest = quoted.split()
-        names = {"sweep": SWEEPS, "figure": FIGURES}.get(first)
-        assert quoted.startswith("--compat") or (rest[0] in names if names else first in RECIPES), quoted
-    claims = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-    for kind, all_of_them in (("table", set(range(1, 9))), ("figure", {1, 3, 4, 5, 6})):
-        covered = set().union(*(numbers(paper, kind) for paper, _ in rows))
-        assert covered == all_of_them >= numbers(claims, kind)

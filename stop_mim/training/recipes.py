@@ -40,7 +40,7 @@ def find_recipe(name: str, compat: Compat = "corrected") -> TrainConfig:
 def with_compat(config: TrainConfig, compat: Compat) -> TrainConfig:
     """Return a recipe as it is ("corrected"), as the releases' code trains, or as the paper's text describes it.
 
-    docs/method.md lists what differs, and which row of the paper's tables each stands for.
+    docs/method.md lists what differs.
     """
     if compat == "corrected":
         return config
