@@ -72,7 +72,13 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
         return
     name = unknown[0].partition("=")[0]
     if not name.startswith("-"):
-        raise InputError(f"'{name}' is not expected: --help shows what can be given.")
+        switch = name.lower() in ("true", "false")
+        remedy = (
+            "a switch takes no value; --log.no-tensorboard turns one off."
+            if switch
+            else "--help shows what can be given."
+        )
+        raise InputError(f"'{name}' is not expected: {remedy}")
     close = _nearest(name.lstrip("-").replace("_", "-"), dict(pair for one in options for pair in _flags(one)))
     remedy = f"did you mean --{close}?" if close else "--help lists all options."
     raise InputError(f"There is no option {name}: {remedy}")

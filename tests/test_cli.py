@@ -134,6 +134,7 @@ def test_the_formats_and_figures_that_the_command_line_knows_are_the_registered_
         (["pretrain", "demo", "--lr", "1"], "--lr: did you mean --optim.lr?"),
         (["demo", "--sed", "1"], "--sed: did you mean --seed?"),
         (["pretrain", "demo", "more"], "'more'"),
+        (["pretrain", "demo", "--log.tensorboard", "False"], "--log.no-tensorboard"),
         (
             ["pretrain", "demo", "--optim.lr", "fast"],
             "--optim.lr is 'fast': give a number.",
