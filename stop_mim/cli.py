@@ -10,7 +10,6 @@ import functools
 import inspect
 import operator
 import os
-import pkgutil
 import select
 import signal
 import sys
@@ -27,11 +26,20 @@ from rich.markup import escape
 from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 import stop_mim
+from stop_mim.benchmark.config import BenchConfig, PlanConfig
 from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
+from stop_mim.evaluation.config import check_arguments, evaluate_config
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
-from stop_mim.parsing import given_options, imported, one_of, parse, refuse_unknown
+from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins, unknown_name
+from stop_mim.sweeps.grid import SWEEPS
+from stop_mim.sweeps.grid import summary as sweep_summary
+from stop_mim.sweeps.plan import SweepConfig, base_config
+from stop_mim.training.config import SpeedConfig, TrainConfig
+from stop_mim.training.config_file import read_config, run_name
+from stop_mim.training.derived import following
+from stop_mim.training.recipes import RECIPES, find_recipe, summary, with_compat
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import TrainResult
@@ -48,18 +56,8 @@ CONFIG_FILES = (".json", ".yaml", ".yml")
 GIVEN: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 """The arguments of the command line: the defaults of some options depend on others."""
 
-TRAIN_CONFIG = "stop_mim.training.config:TrainConfig"
-EVALUATE_CONFIG = "stop_mim.evaluation.config:evaluate_config"
-SWEEP_CONFIG = "stop_mim.sweeps.plan:SweepConfig"
-PLAN_CONFIG = "stop_mim.benchmark.config:PlanConfig"
-BENCH_CONFIG = "stop_mim.benchmark.config:BenchConfig"
 # Commands whose first argument is a name, and the registry of these names.
-NAMED = {
-    "pretrain": "stop_mim.training.recipes:RECIPES",
-    "bench": "stop_mim.training.recipes:RECIPES",
-    "plan": "stop_mim.training.recipes:RECIPES",
-    "sweep": "stop_mim.sweeps.grid:SWEEPS",
-}
+NAMED: dict[str, Registry[Any]] = {"pretrain": RECIPES, "bench": RECIPES, "plan": RECIPES, "sweep": SWEEPS}
 # Commands whose first argument is a path, unless it has a prefix such as timm:, and what it is a path of.
 PATHS = {"resume": "run", "evaluate": "encoder", "export": "encoder"}
 # What to do about failed file operations.
@@ -76,9 +74,6 @@ def _recipes(kind: Callable[..., Any]) -> Any:
 
     Where --optim.epochs is given, the defaults of what is counted in epochs follow it.
     """
-    from stop_mim.training.derived import following
-    from stop_mim.training.recipes import RECIPES, find_recipe, summary
-
     given, asked = given_options(GIVEN.get()), GIVEN.get()[1:2]
 
     def options(name: str) -> Any:
@@ -87,9 +82,6 @@ def _recipes(kind: Callable[..., Any]) -> Any:
 
     found = {name: (options(name), summary(name)) for name in RECIPES}
     for name in filter(_is_config_file, asked):
-        from stop_mim.training.config_file import read_config, run_name
-        from stop_mim.training.recipes import with_compat
-
         path = Path(name).expanduser()
         config = following(with_compat(read_config(path), _asked_compat()), given)
         found[name] = (kind(run_name(path), config), f"The configuration in {name}.")
@@ -108,9 +100,7 @@ def _asked_compat() -> Compat:
 
 def _sweeps() -> Any:
     """Return a subcommand for each sweep."""
-    from stop_mim.sweeps.grid import SWEEPS, summary
-
-    return one_of({name: (SweepOptions(name, pkgutil.resolve_name(SWEEP_CONFIG)()), summary(name)) for name in SWEEPS})
+    return one_of({name: (SweepOptions(name, SweepConfig()), sweep_summary(name)) for name in SWEEPS})
 
 
 def _registered(registry: str, usual: tuple[str, ...]) -> tuple[str, ...]:
@@ -131,19 +121,24 @@ class Demo:
 
     def __call__(self) -> None:
         from stop_mim.demo import run_demo
-        from stop_mim.training.recipes import find_recipe
 
         run_demo(dataclasses.replace(find_recipe("demo"), out=str(self.out), seed=self.seed))
 
 
 @dataclass(frozen=True)
-class PretrainOptions:
+class RecipeOptions:
     """A recipe with the options of the command line."""
 
     recipe: Suppress[str]
-    config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
+    config: Annotated[TrainConfig, arg(name="")]
     compat: Compat = "corrected"
     """corrected: the recipe; release: with every defect of the released code; paper-text: sigma a variance, no augmentation."""
+
+
+@dataclass(frozen=True)
+class PretrainOptions(RecipeOptions):
+    """A recipe to train."""
+
     init: str | None = None
     """Initial weights: a run, a checkpoint or a .pth.tar of a release (all weights), or any encoder's name."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -181,7 +176,7 @@ class Resume:
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Run directory."""
-    speed: Annotated[Any, imported("stop_mim.training.config:SpeedConfig")]
+    speed: SpeedConfig
     checkpoint: Path | None = None
     """Checkpoint to continue from, instead of the newest one."""
     or_older: bool = False
@@ -209,12 +204,10 @@ class Evaluate:
 
     encoders: Annotated[Positional[tuple[str, ...]], arg(metavar="ENCODER …")]
     """Run directories, encoder files, timm:NAME, hf:NAME, untrained:RUN or masks:FOLDER."""
-    config: Annotated[Any, arg(constructor_factory=lambda: pkgutil.resolve_name(EVALUATE_CONFIG)(), name="")]
+    config: Annotated[Any, arg(constructor_factory=evaluate_config, name="")]
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __call__(self) -> None:
-        from stop_mim.evaluation.config import check_arguments
-
         check_arguments(self.encoders, self.config)
         for name in self.encoders:
             _require_path("encoder", name)
@@ -232,7 +225,7 @@ class SweepOptions:
     """A sweep with the options of the command line."""
 
     name: Suppress[str]
-    config: Annotated[Any, imported(SWEEP_CONFIG, name="")]
+    config: Annotated[SweepConfig, arg(name="")]
     vary: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD VALUE …")] = ()
     """A field of `pretrain` and its values, such as optim.lr 5e-4 1e-3; may be given several times, for a grid."""
 
@@ -251,14 +244,11 @@ class Sweep:
     run: Annotated[Any, arg(constructor_factory=_sweeps, name="")]
 
     def __call__(self, overrides: Sequence[str] = ()) -> None:
-        from stop_mim.sweeps.plan import base_config
-        from stop_mim.training.derived import following
-
         given = given_options(overrides)
         if "seed" in given:
             raise InputError(f"--seed is {given['seed']}: a sweep has several seeds; give --seeds {given['seed']}.")
         default = following(base_config(self.run.config), given)
-        base, unknown = parse(pkgutil.resolve_name(TRAIN_CONFIG), overrides, default=default, prog="stop-mim sweep")
+        base, unknown = parse(TrainConfig, overrides, default=default, prog="stop-mim sweep")
         refuse_unknown(unknown, self, base)
         axes = self._axes(base)
         from stop_mim.sweeps.run import run_sweep
@@ -283,7 +273,7 @@ class Sweep:
                 group, dot, name = flag.rpartition(".")
                 switch = [f"--{group}{dot}{'no-' if text.lower() == 'false' else ''}{name}"]
                 given = switch if named else [f"--{flag}", *text.split(",")]
-                config, unknown = parse(pkgutil.resolve_name(TRAIN_CONFIG), given, default=base, prog="stop-mim sweep")
+                config, unknown = parse(TrainConfig, given, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
                 axes.setdefault(path, []).append(operator.attrgetter(path)(config))
         return axes
@@ -371,14 +361,10 @@ class Models:
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(RecipeOptions):
     """A recipe to measure."""
 
-    recipe: Suppress[str]
-    config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
-    compat: Compat = "corrected"
-    """As of `pretrain`."""
-    bench: Annotated[Any, imported(BENCH_CONFIG)] = field(default_factory=lambda: pkgutil.resolve_name(BENCH_CONFIG)())
+    bench: BenchConfig = field(default_factory=BenchConfig)
 
 
 @COMMANDS.register("bench")
@@ -390,7 +376,6 @@ class Bench:
 
     def __call__(self) -> None:
         from stop_mim.benchmark.bench import run_bench
-        from stop_mim.training.recipes import find_recipe
 
         config, bench = self.run.config, self.run.bench
         if bench.images == "auto":
@@ -400,16 +385,10 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(RecipeOptions):
     """A recipe to plan."""
 
-    recipe: Suppress[str]
-    config: Annotated[Any, imported(TRAIN_CONFIG, name="")]
-    compat: Compat = "corrected"
-    """As of `pretrain`."""
-    plan: Annotated[Any, imported(PLAN_CONFIG, name="")] = field(
-        default_factory=lambda: pkgutil.resolve_name(PLAN_CONFIG)()
-    )
+    plan: Annotated[PlanConfig, arg(name="")] = field(default_factory=PlanConfig)
 
 
 @COMMANDS.register("plan")
@@ -519,7 +498,7 @@ def _check_name(command: str, name: str = "") -> None:
     """Raise InputError unless a command that needs the name of a recipe or sweep is followed by one, or by --help."""
     if command not in NAMED or name in HELP or (command != "sweep" and _is_config_file(name)):
         return
-    registry: Registry[Any] = pkgutil.resolve_name(NAMED[command])
+    registry = NAMED[command]
     if not name or name.startswith("-"):
         raise InputError(f"{command} needs the name of a {registry.kind} first: choose one of {', '.join(registry)}.")
     registry.find(name)

@@ -8,14 +8,13 @@ import functools
 import inspect
 import itertools
 import operator
-import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import tyro
-from tyro.conf import OmitSubcommandPrefixes, arg, subcommand
+from tyro.conf import OmitSubcommandPrefixes, subcommand
 
 from stop_mim.errors import InputError
 
@@ -28,11 +27,6 @@ except ImportError:
 # Fields of commands whose own fields are options without a prefix.
 UNPREFIXED = ("run", "config", "plan")
 NUMBERS = {"INT": "whole number", "FLOAT": "number"}
-
-
-def imported(path: str, **options: Any) -> Any:
-    """Annotate a field whose type is imported when its command is parsed; name="" leaves out the prefix of its options."""
-    return arg(constructor_factory=lambda: pkgutil.resolve_name(path), **options)
 
 
 def one_of(options: dict[str, tuple[Any, str]]) -> Any:
