@@ -54,7 +54,7 @@ def test_the_four_commands_of_the_guide(tmp_path, monkeypatch, capsys):
     # What was derived, measured and skipped.
     assert "2 steps (2 epochs of 1), warm-up 0.2 epochs" in told
     assert "20 images per step, 20 at once" in told
-    assert re.search(r"measured +[\d.,]+ images/s, [\d.]+ GiB; about \d+ s in all", told)
+    assert re.search(r"measured +[\d.,]+ images/s, [\d.]+ GiB; about \d+ seconds in all", told)
     assert "broken.jpg" in told
     skipped = "1 unreadable; ignored: 1 .db, 1 .heic, 1 .txt"
     assert skipped in told
