@@ -1,4 +1,4 @@
-"""What several processes of one run do, and what each of them sees."""
+"""What several processes of one run do."""
 
 import io
 import os
@@ -25,61 +25,38 @@ def train_in(folder, config, resumes=False, shard_images=None, processes_on_host
     return pretrain.train(replace(config, out=str(folder)), console=quiet)
 
 
-def train_and_watch(folder, config, mid_epoch, silent):
-    """Train the wanted run, whole and in two parts, then the silent ones; write down what this process saw and wrote."""
+def train_and_look(folder, config, mid_epoch, others):
+    """Train a run, whole and in two parts, then the others; note what this process writes, and its last weights."""
     import torch
 
-    from stop_mim.models.ijepa import IJEPA
     from stop_mim.training import distributed, pretrain
     from stop_mim.training.config import SpeedConfig
-    from stop_mim.training.inputs import StepInputs
 
     rank = int(os.environ["RANK"])
-    seen = {"images": [], "masks": [], "noise": [], "losses": [], "written": []}
-    runs = [str(folder / name) for name in ("whole", "parts")]
+    runs, seen = [str(folder / name) for name in ("whole", "parts")], {"written": []}
 
-    def watch(event, arguments):
+    def look(event, arguments):
         written = event in ("os.mkdir", "os.rename", "os.remove")
         if event == "open" and isinstance(arguments[0], str | os.PathLike):
             written = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-        if written and any(str(arguments[0]).startswith(run) for run in runs):
-            seen["written"].append(str(arguments[0]))
-
-    def forward(self, images, masks, noise):
-        seen["images"].append(images.clone())
-        seen["masks"].append(masks.context.clone())
-        if noise.masked is not None:
-            seen["noise"].append(noise.masked[0, 0, :4].tolist())
-        loss = real_forward(self, images, masks, noise)
-        seen["losses"].append(loss.item())
-        return loss
+        if written and str(arguments[0]).startswith(tuple(runs)):
+            seen["written"].append(Path(arguments[0]).name)
 
     def remember(parts, *more):
-        result = real_run(parts, *more)
-        seen.update(weights=parts.objective.state_dict())
-        seen["probes"] = any(getattr(callback, "probe", None) is not None for callback in parts.trainer.callbacks)
-        return result
+        seen["weights"] = parts.objective.state_dict()
+        return real_run(parts, *more)
 
-    def open_images(self, *arguments):
-        batches = real_open(self, *arguments)
-        order = batches.order
-        indices = [order.indices(batch) for batch in range(order.batches_per_epoch)]
-        seen.update(indices=torch.cat(indices), n_images=len(order.images))
-        return batches
-
-    sys.addaudithook(watch)
-    real_forward, IJEPA.forward = IJEPA.forward, forward
+    sys.addaudithook(look)
     real_run, pretrain.run = pretrain.run, remember
-    real_open, StepInputs.open_images = StepInputs.open_images, open_images
     with distributed.process_group(SpeedConfig("cpu")) as ranks:
-        seen["ranks"] = (ranks.rank, ranks.world_size, ranks.is_main)
-        seen["any"] = [distributed.any_rank(rank == 1, ranks), distributed.any_rank(False, ranks)]
-        seen["mean"] = distributed.reduce_mean(torch.tensor(float(rank)), ranks).item()
-        seen["broadcast"] = distributed.broadcast(f"from {rank}", ranks)
+        assert (ranks.rank, ranks.world_size, ranks.is_main) == (rank, 2, rank == 0)
+        assert [distributed.any_rank(rank == 1, ranks), distributed.any_rank(False, ranks)] == [True, False]
+        assert distributed.reduce_mean(torch.tensor(float(rank)), ranks).item() == 0.5
+        assert distributed.broadcast(f"from {rank}", ranks) == "from 0"
         train_in(runs[0], config)
-        torch.save(seen, folder / f"rank{rank}.pt")
+        torch.save(seen, folder / f"whole.rank{rank}.pt")
         train_in(runs[1], replace(config, stop_after_steps=mid_epoch))
         train_in(runs[1], config, resumes=True)
-        for name, one in silent.items():
-            train_in(folder / "silent runs" / name, one)
-            torch.save(seen["weights"], folder / f"{name}.rank{rank}.pt")
+        for name, one in others.items():
+            train_in(folder / name, one)
+            torch.save(seen, folder / f"{name}.rank{rank}.pt")
