@@ -16,7 +16,7 @@ PLAIN_ENCODER = EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=3
 NOISY = PositionsConfig(sigma=1.0)
 
 
-def make_step(device=CPU, autocast=None, clip=None, **groups):
+def make_step(device=CPU, autocast=None, clip=None, decay_mask_token=False, **groups):
     """A step of a model whose layers do something: at their initial size they would hardly change a loss."""
     objective = tiny_objective(**{"encoder": PLAIN_ENCODER, "positions": NOISY} | groups)
     with torch.no_grad():
@@ -26,7 +26,8 @@ def make_step(device=CPU, autocast=None, clip=None, **groups):
         objective.masked_tokens.projection.weight.mul_(10)
     objective.to(device)
     optimiser = make_optimiser(objective, tiny_config().optim, device)
-    return TrainingStep(objective, objective, optimiser, Ranks(0, 1, 1, device), autocast or nullcontext(), clip)
+    ranks, autocast = Ranks(0, 1, 1, device), autocast or nullcontext()
+    return TrainingStep(objective, objective, optimiser, ranks, autocast, clip, decay_mask_token)
 
 
 def make_batches(number, count=2, device=CPU, images=4, sampler=None):

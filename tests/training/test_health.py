@@ -13,7 +13,6 @@ from stop_mim.training.callbacks.health import (
     WatchHealth,
     effective_rank,
     ema_distance,
-    find_symptoms,
     measure_health,
 )
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig
@@ -94,15 +93,6 @@ def test_there_is_no_noise_without_stochastic_positions(images, positions):
     assert measure_health(tiny_objective(positions=positions), images).noise_to_signal == 0
 
 
-def test_equal_features_are_collapsed(images):
-    objective = tiny_objective()
-    torch.nn.init.zeros_(objective.target.vit.norm.weight)
-    torch.nn.init.normal_(objective.target.vit.norm.bias)
-    signs = measure_health(objective, images)
-    assert signs.feature_std == pytest.approx(0, abs=1e-4)
-    assert signs.rankme == pytest.approx(1, abs=0.01)
-
-
 @pytest.mark.parametrize(("kind", "expected"), [("ijepa", 0.5), ("data2vec", 0.5), ("mae", 0.0)])
 def test_the_distance_of_the_target_is_relative_and_mae_has_none(kind, expected):
     objective = tiny_objective(**OBJECTIVES[kind])
@@ -133,11 +123,9 @@ def test_a_symptom_is_reported_once_until_it_has_disappeared(failing, just_well,
 
 
 def test_a_is_compared_with_the_first_step_also_after_a_resume():
-    began = WatchHealth(tiny_objective(), 10, print)
+    began, told = WatchHealth(tiny_objective(), 10, print), []
     began.judge(replace(HEALTHY, A_norm=100.0))
-    told = []
     resumed = WatchHealth(tiny_objective(), 10, told.append)
     resumed.restore(began.state(), {})
     resumed.judge(HEALTHY)
-    assert list(find_symptoms(HEALTHY, resumed.first)) == ["A"]
-    assert "100" in told[0]
+    assert "A is vanishing: its norm is 2 and was 100" in told[0]
