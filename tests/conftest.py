@@ -1,7 +1,10 @@
 """Shapes in signatures are checked in every test: jaxtyping's hook must come before the package is imported."""
 
+import io
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 # Before torch is loaded, as the command line has it.
@@ -64,3 +67,38 @@ def scene_cache(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(scene_cache, monkeypatch):
     monkeypatch.setenv("STOP_MIM_CACHE", str(scene_cache))
+
+
+@pytest.fixture(scope="session")
+def two_steps():
+    """The configuration of a run of two steps."""
+    from stop_mim.training import config
+
+    return config.TrainConfig(
+        data="scenes:count=16,size=32",
+        encoder=config.EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2),
+        predictor=config.PredictorConfig(width=16, depth=1, heads=2),
+        optim=config.OptimConfig(epochs=1, batch_size=8, warmup_epochs=0.0, ema_start=0.9, ema_final=0.9),
+        speed=config.SpeedConfig(device="cpu"),
+        log=config.LogConfig(tensorboard=False),
+        checkpoint=config.CheckpointConfig(every_steps=1),
+    )
+
+
+@pytest.fixture(scope="session")
+def _trained(tmp_path_factory, scene_cache, two_steps):
+    from rich.console import Console
+
+    from stop_mim.training.pretrain import train
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
+        train(replace(two_steps, out=str(folder)), recipe="my-recipe", console=Console(file=io.StringIO()))
+    return folder
+
+
+@pytest.fixture
+def run(_trained, tmp_path):
+    """A run of two steps."""
+    return Path(shutil.copytree(_trained, tmp_path / "run"))

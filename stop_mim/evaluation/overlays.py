@@ -1,87 +1,29 @@
-"""Masks drawn over their frames: a contact sheet, and the whole video as an animation."""
+"""Masks drawn over some frames of a video, side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import PIL.Image
+import torch
 from jaxtyping import UInt8
-from PIL import ImageDraw
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.utils import draw_segmentation_masks, make_grid
 
 from stop_mim.data.augment import resize_batch
 from stop_mim.data.videos import Video, davis_palette
-from stop_mim.evaluation.segmentation import boundary_map
 from stop_mim.files import write_atomically
 
-SHEET_FRAMES, SHEET_COLUMNS = 12, 4
-SHEET_WIDTH, ANIMATION_WIDTH = 320, 480
-GAP = 4
-MILLISECONDS_A_FRAME = 80
-MASK_OPACITY = 0.45
+FRAMES, COLUMNS, WIDTH, GAP = 12, 4, 320, 4
+OPACITY = 0.6
 
 
-def overlay(
-    frame: UInt8[Tensor, "3 height width"], mask: UInt8[Tensor, "height width"], width: int
-) -> UInt8[np.ndarray, "out_height out_width 3"]:
-    """Return the frame at this width, with every object tinted and outlined in its colour."""
-    height = max(2, round(frame.shape[1] * width / frame.shape[2]))
-    pixels = resize_batch(frame[None], (height, width))[0].permute(1, 2, 0).numpy().copy()
-    rows, columns = (np.arange(new) * old // new for new, old in zip((height, width), mask.shape, strict=True))
-    numbers = mask.numpy()[np.ix_(rows, columns)]
-    for number in np.unique(numbers[numbers > 0]):
-        tint, inside = _bright(davis_palette()[number]), numbers == number
-        pixels[inside] = (1 - MASK_OPACITY) * pixels[inside] + MASK_OPACITY * tint
-        # The outline is white in the middle, so that it is visible on an object of its own colour.
-        pixels[_thickened(boundary_map(inside))] = tint
-        pixels[boundary_map(inside)] = 255
-    return pixels
-
-
-def _bright(colour: np.ndarray) -> np.ndarray:
-    """Return a colour of the dark palette as bright as possible."""
-    return colour.astype(np.float64) * 255 / colour.max()
-
-
-def _thickened(boundary: np.ndarray) -> np.ndarray:
-    padded = np.pad(boundary, 1)
-    return padded[:-2, 1:-1] | padded[2:, 1:-1] | padded[1:-1, :-2] | padded[1:-1, 2:] | boundary
-
-
-def contact_sheet(video: Video, masks: Sequence[UInt8[Tensor, "height width"]]) -> PIL.Image.Image:
-    """Return a grid of evenly spaced frames, each with its name."""
-    chosen = np.unique(np.linspace(0, len(masks) - 1, SHEET_FRAMES).round().astype(int)).tolist()
-    tiles = [
-        _named(overlay(video.frame(index), masks[index], SHEET_WIDTH), video.frame_name(index)) for index in chosen
-    ]
-    columns = min(SHEET_COLUMNS, len(tiles))
-    width, height = tiles[0].width + GAP, tiles[0].height + GAP
-    sheet = PIL.Image.new("RGB", (columns * width - GAP, -(-len(tiles) // columns) * height - GAP), "white")
-    for place, tile in enumerate(tiles):
-        sheet.paste(tile, (place % columns * width, place // columns * height))
-    return sheet
-
-
-def _named(pixels: np.ndarray, name: str) -> PIL.Image.Image:
-    image = PIL.Image.fromarray(pixels)
-    ImageDraw.Draw(image).text((6, 4), name, fill="white", stroke_width=2, stroke_fill="black")
-    return image
-
-
-def write_overlays(video: Video, masks: Sequence[UInt8[Tensor, "height width"]], folder: Path) -> None:
-    """Write contact_sheet.png and animation.webp."""
-    sheet = contact_sheet(video, masks)
-    write_atomically(folder / "contact_sheet.png", lambda path: sheet.save(path, format="PNG"))
-    frames = _animation_frames(video, masks)
-    first = next(frames)
-    write_atomically(
-        folder / "animation.webp",
-        lambda path: first.save(
-            path, format="WEBP", save_all=True, append_images=frames, duration=MILLISECONDS_A_FRAME, loop=0, quality=75
-        ),
-    )
-
-
-def _animation_frames(video: Video, masks: Sequence[Tensor]) -> Iterator[PIL.Image.Image]:
-    for index, mask in enumerate(masks):
-        yield PIL.Image.fromarray(overlay(video.frame(index), mask, ANIMATION_WIDTH))
+def write_contact_sheet(video: Video, masks: Sequence[UInt8[Tensor, "height width"]], path: Path) -> None:
+    """Write a grid of evenly spaced frames, each with its objects tinted in DAVIS's colours, as PNG."""
+    chosen = np.unique(np.linspace(0, len(masks) - 1, FRAMES).round().astype(int)).tolist()
+    colours = [tuple(colour) for colour in davis_palette()[list(video.objects)].tolist()]
+    objects = torch.tensor(video.objects)[:, None, None]
+    size = round(masks[0].shape[0] * WIDTH / masks[0].shape[1]), WIDTH
+    tiles = [draw_segmentation_masks(video.frame(index), masks[index] == objects, OPACITY, colours) for index in chosen]
+    sheet = to_pil_image(make_grid(resize_batch(torch.stack(tiles), size), COLUMNS, GAP, pad_value=255))
+    write_atomically(path, lambda file: sheet.save(file, format="PNG"))

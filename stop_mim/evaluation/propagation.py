@@ -20,7 +20,7 @@ from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.stored import Progress
 from stop_mim.data.videos import Video, write_mask
 from stop_mim.errors import InputError
-from stop_mim.evaluation.overlays import write_overlays
+from stop_mim.evaluation.overlays import write_contact_sheet
 from stop_mim.evaluation.segmentation import Mask, VideoScores, score_videos
 from stop_mim.evaluation.tasks.video import PropagationConfig
 from stop_mim.models.encoder import FrozenEncoder
@@ -206,7 +206,7 @@ def segment_videos(
 
     Args:
         out: folder for the masks, out/SEQUENCE/00000.png …
-        overlays: draw them over the frames too, in out/overlays/SEQUENCE.
+        overlays: draw them over some frames too, in out/overlays/SEQUENCE.png.
         foreground: score all objects as one; they are propagated one by one, so that saved masks score the same.
     """
 
@@ -219,6 +219,6 @@ def segment_videos(
                 masks.append(mask)
             yield mask
         if overlays and out is not None:
-            write_overlays(video, masks, out / "overlays" / video.name)
+            write_contact_sheet(video, masks, out / "overlays" / f"{video.name}.png")
 
     return score_videos(videos, predict, foreground, progress)

@@ -1,23 +1,10 @@
-"""A cache for each test, a run, labelled images of several kinds, and an encoder for them."""
-
-import shutil
-from pathlib import Path
+"""A cache for each test, labelled images and features, and an encoder."""
 
 import numpy as np
 import PIL.Image
 import pytest
-from small_trainings import coloured, silent, small_encoder
-
-from stop_mim.training.config import (
-    CheckpointConfig,
-    EncoderConfig,
-    LogConfig,
-    OptimConfig,
-    PredictorConfig,
-    SpeedConfig,
-    TrainConfig,
-)
-from stop_mim.training.pretrain import train
+import torch
+from small_trainings import coloured, small_encoder
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 200, 60), "red": (220, 50, 40), "yellow": (210, 200, 60)}
 
@@ -45,32 +32,6 @@ def colours(tmp_path):
     return tmp_path / "colours"
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory, scene_cache):
-    """A run of two steps that nobody writes into."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    config = TrainConfig(
-        data="scenes:count=16,size=32",
-        out=str(folder),
-        encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2),
-        predictor=PredictorConfig(width=16, depth=1, heads=2),
-        optim=OptimConfig(epochs=1, batch_size=8, warmup_epochs=0.0, ema_start=0.9, ema_final=0.9),
-        speed=SpeedConfig(device="cpu"),
-        log=LogConfig(tensorboard=False),
-        checkpoint=CheckpointConfig(every_steps=1),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
-        train(config, console=silent())
-    return folder
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    """A copy of the run of two steps."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
-
-
 @pytest.fixture
 def alike(tmp_path):
     """Images of one size, of two classes."""
@@ -93,3 +54,13 @@ def encoder():
 @pytest.fixture(scope="module")
 def sets():
     return coloured(400), coloured(200, seed=1)
+
+
+@pytest.fixture
+def clusters():
+    """Features and labels of five classes: 600 to train on, 300 to test."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(5, 20, generator=generator)
+    labels = torch.randint(5, (900,), generator=generator)
+    features = 3 + 2 * (centres[labels] + 1.3 * torch.randn(900, 20, generator=generator))
+    return features[:600], labels[:600], features[600:], labels[600:]

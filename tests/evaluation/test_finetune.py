@@ -115,25 +115,17 @@ def test_the_learning_rate_warms_up_and_falls_for_each_layer(tmp_path):
     assert all(rate == pytest.approx(scale * now[1]) for now in rates for scale, rate in now.items())
 
 
-def test_drop_path_is_seeded_by_the_step_and_changes_what_is_learned(tmp_path):
-    weights = []
-    for number, (global_seed, rate) in enumerate(((0, 0.5), (1, 0.5), (0, 0.0))):
-        run = training(replace(PLAIN, epochs=1, drop_path=rate))
-        torch.manual_seed(global_seed)
-        run.train(tmp_path / str(number))
-        weights.append(run.classifier.encoder.vit.blocks[1].mlp.fc1.weight.detach())
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.allclose(weights[0], weights[2])
-
-
 def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
-    runs = [training(replace(PLAIN, epochs=2), replace(SPEED, batch_size_per_device=size)) for size in (None, 5)]
+    runs = [
+        training(replace(PLAIN, epochs=1, warmup_epochs=0.0), replace(SPEED, batch_size_per_device=size))
+        for size in (None, 5)
+    ]
     sizes = []
     runs[1].classifier.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
     for number, run in enumerate(runs):
         run.train(tmp_path / str(number))
     assert max(sizes) == 5
-    assert sum(sizes) == 2 * 96
+    assert sum(sizes) == 96
     assert runs[0].train_loss == pytest.approx(runs[1].train_loss, rel=1e-4)
     for one, other in zip(*(run.classifier.parameters() for run in runs), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)

@@ -12,15 +12,6 @@ from stop_mim.models.neighbours import nearest, votes
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def clusters():
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(5, 20, generator=generator)
-    labels = torch.randint(5, (900,), generator=generator)
-    features = 3 + 2 * (centres[labels] + 1.3 * torch.randn(900, 20, generator=generator))
-    return features[:600], labels[:600], features[600:], labels[600:]
-
-
 def scores(features, labels, test_features, test_labels, neighbours):
     found = knn([features], labels, [test_features], test_labels, 5, CPU, neighbours)
     return {score.name: score.value for score in found}

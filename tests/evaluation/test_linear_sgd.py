@@ -147,11 +147,6 @@ def test_the_encoder_stays_as_it_is_and_the_global_generator_too(sets):
     assert all(parameter.grad is None for parameter in encoder.parameters())
 
 
-def test_bad_training_images_are_left_out(encoder):
-    sets = coloured(400, together=False, bad=(5, 100)), coloured(40, seed=1)
-    assert scores(encoder, sets)["top1"] > 60
-
-
 def test_an_encoder_that_gives_no_numbers_is_refused(sets):
     encoder = small_encoder()
     encoder.vit.norm.weight.data.fill_(torch.nan)

@@ -15,15 +15,6 @@ from stop_mim.evaluation.probes import DEFAULT_PENALTY, LOW_SHOT_PENALTIES, choo
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def clusters():
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(5, 20, generator=generator)
-    labels = torch.randint(5, (900,), generator=generator)
-    features = 3 + 2 * (centres[labels] + 1.3 * torch.randn(900, 20, generator=generator))
-    return features[:600], labels[:600], features[600:], labels[600:]
-
-
 def fit(features, labels, penalty, standardise=True):
     return TrainingFeatures([features], labels, 5, CPU, standardise).fit([penalty])[0]
 

@@ -92,28 +92,28 @@ def test_other_positions_of_a_predictor_are_refused(tmp_path):
     assert initialise(built(RELEASE), f"{tmp_path / 'other.pth.tar'}#target_encoder").startswith("the encoder of")
 
 
-def test_a_run_or_a_checkpoint_of_our_own(run, run_config):
+def test_a_run_or_a_checkpoint_of_our_own(run, two_steps):
     first, last = sorted((run / "checkpoints").glob("*.safetensors"))
     for name, path in ((run, last), (first, first)):
-        objective = built(run_config)
+        objective = built(two_steps)
         initialise(objective, name)
         tensors = read_checkpoint(path).tensors
         assert all(torch.equal(tensor, tensors[f"model.{name}"]) for name, tensor in objective.state_dict().items())
-    wider = replace(run_config, predictor=PredictorConfig(width=32, depth=1, heads=2))
+    wider = replace(two_steps, predictor=PredictorConfig(width=32, depth=1, heads=2))
     refuses(built(wider), run, r"predictor.* is 16 instead of 32.*encoder.safetensors")
-    refuses(built(replace(run_config, predictor=PredictorConfig(16, 1, heads=4))), run, "2 heads there and 4 here")
+    refuses(built(replace(two_steps, predictor=PredictorConfig(16, 1, heads=4))), run, "2 heads there and 4 here")
     last.unlink()
     first.unlink()
-    refuses(built(run_config), run, "encoder.safetensors")
+    refuses(built(two_steps), run, "encoder.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["ijepa", "mae", "data2vec"])
-def test_an_encoder_for_any_objective(tmp_path, run_config, kind):
+def test_an_encoder_for_any_objective(tmp_path, two_steps, kind):
     torch.manual_seed(1)
     encoder = create_encoder(Dimensions(24, 2, 2), (32, 32), 8)
     save_encoder(encoder, tmp_path / "mine.safetensors")
     masks = MaskConfig(kind={"ijepa": "multiblock", "mae": "random", "data2vec": "random"}[kind])
-    objective = built(replace(run_config, objective=ObjectiveConfig(kind), masks=masks))
+    objective = built(replace(two_steps, objective=ObjectiveConfig(kind), masks=masks))
     before = copy_of(objective)
     assert "predictor is new" in initialise(objective, tmp_path / "mine.safetensors")
     for part in (objective.encoder, objective.frozen):
@@ -123,19 +123,19 @@ def test_an_encoder_for_any_objective(tmp_path, run_config, kind):
     assert all(torch.equal(objective.state_dict()[name], before[name]) for name in others)
 
 
-def test_student_and_teacher_of_data2vec_never_differ_in_their_positions(tmp_path, run_config):
+def test_student_and_teacher_of_data2vec_never_differ_in_their_positions(tmp_path, two_steps):
     encoder = create_encoder(Dimensions(24, 2, 2), (32, 32), 8)
     torch.nn.init.trunc_normal_(encoder.vit.pos_embed, std=0.02)
     save_encoder(encoder, tmp_path / "learned.safetensors")
-    config = replace(run_config, objective=ObjectiveConfig("data2vec"), masks=MaskConfig("random"))
+    config = replace(two_steps, objective=ObjectiveConfig("data2vec"), masks=MaskConfig("random"))
     refuses(built(config), tmp_path / "learned.safetensors", "data2vec")
-    initialise(built(run_config), tmp_path / "learned.safetensors")
+    initialise(built(two_steps), tmp_path / "learned.safetensors")
 
 
-def test_an_encoder_of_another_shape_is_refused(tmp_path, encoder, run_config):
+def test_an_encoder_of_another_shape_is_refused(tmp_path, encoder, two_steps):
     save_encoder(encoder, tmp_path / "wider.safetensors")
-    refuses(built(run_config), tmp_path / "wider.safetensors", "does not fit the encoder of this run")
-    config = replace(run_config, encoder=EncoderConfig("tiny", (32, 32), 8, width=48, depth=2, heads=3))
+    refuses(built(two_steps), tmp_path / "wider.safetensors", "does not fit the encoder of this run")
+    config = replace(two_steps, encoder=EncoderConfig("tiny", (32, 32), 8, width=48, depth=2, heads=3))
     refuses(built(config), tmp_path / "wider.safetensors", r"its mean is \(0.4, 0.5, 0.6\)")
     encoder.mean, encoder.std = (built(config).encoder.mean, built(config).encoder.std)
     save_encoder(encoder, tmp_path / "same.safetensors")

@@ -41,7 +41,7 @@ class VideoOptions(Checked, group="video"):
     masks: Path | None = None
     """Folder for the predicted masks, in DAVIS's format; each encoder has its own folder in it, if there are several."""
     overlays: bool = False
-    """Draw the masks over the frames too, as contact sheets and animations."""
+    """Draw the masks over some frames too, as a contact sheet for each sequence."""
     propagation: PropagationConfig = field(default_factory=PropagationConfig)
 
     def __post_init__(self) -> None:
