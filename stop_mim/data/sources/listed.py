@@ -21,8 +21,6 @@ _PLACES205_LISTS = ("trainvalsplit_places205", ".")
 _PLACES205_IMAGES = ("data/vision/torralba/deeplearning/images256", "images256", ".")
 _PLACES205_CLASSES = 205
 
-_INATURALIST_IMAGES = {"2017": "train_val_images"}
-
 
 @SOURCES.register("places205")
 class Places205(SourceKind):
@@ -65,36 +63,27 @@ class INaturalist(SourceKind):
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
         folder = Path(name).expanduser()
-        return open_inaturalist(folder, name, split, _inaturalist_year(folder) or "")
+        year = _inaturalist_year(folder) or ""
+        annotations = _annotations(folder, year)
+        path = annotations[choose_split(split, annotations, name)]
+        pairs, class_names = _read_annotations(path)
+        # The first folder of a file's name is the one that the archive unpacks to.
+        paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
+        images = folder / ("train_val_images" if year == "2017" else f"train_val{year}")
+        if not (images / paths[0]).is_file():
+            raise InputError(f"{images / paths[0]}, the first image of {path}, is not there: unpack the images there.")
+        labels = class_labels(np.array([label for _, label in pairs]))
+        return FileSource(images, paths, name, labels, class_names, f"inat{year[2:]}")
 
 
-def inaturalist_annotations(folder: Path, year: str) -> dict[str, Path]:
+def _annotations(folder: Path, year: str) -> dict[str, Path]:
     """Return the files of annotations of that year in the folder, by split."""
     paths = {split: folder / f"{split}{year}.json" for split in ("train", "val")}
     return {split: path for split, path in paths.items() if path.is_file()}
 
 
 def _inaturalist_year(folder: Path) -> str | None:
-    return next((year for year in INATURALIST_YEARS if inaturalist_annotations(folder, year)), None)
-
-
-def open_inaturalist(folder: Path, name: str, split: str, year: str, images: Path | None = None) -> FileSource:
-    """Open iNaturalist of a year; the images are in the folder that the archive unpacks to, or in the one given."""
-    annotations = inaturalist_annotations(folder, year)
-    if not annotations:
-        raise InputError(
-            f"{name} has neither train{year}.json nor val{year}.json in {folder}: put the annotations of iNaturalist "
-            f"{year} there, since the archive holds training and validation images together."
-        )
-    path = annotations[choose_split(split, annotations, name)]
-    pairs, class_names = _read_annotations(path)
-    # The first folder of a file's name is the one that the archive unpacks to.
-    paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
-    images = images or folder / _INATURALIST_IMAGES.get(year, f"train_val{year}")
-    if not (images / paths[0]).is_file():
-        raise InputError(f"{images / paths[0]}, the first image of {path}, is not there: unpack the images there.")
-    labels = class_labels(np.array([label for _, label in pairs]))
-    return FileSource(images, paths, name, labels, class_names, f"inat{year[2:]}")
+    return next((year for year in INATURALIST_YEARS if _annotations(folder, year)), None)
 
 
 def _places205_lists(folder: Path) -> dict[str, Path]:

@@ -1,12 +1,8 @@
-"""The classification datasets of torchvision, by the name of their class and options of its constructor.
-
-NAME or NAME,option=value, such as Places365,small=true; INaturalist is the version of 2018 unless another is named.
-"""
+"""The classification datasets of torchvision: NAME or NAME,option=value, with the options of the class's constructor."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +15,6 @@ from stop_mim.data.cache import download_folder
 from stop_mim.data.decode import BadImage, check_pixels, quieten_pillow, rgb_pixels
 from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.sources import SOURCES, SourceKind
-from stop_mim.data.sources.listed import INATURALIST_YEARS, inaturalist_annotations, open_inaturalist
 from stop_mim.data.splits import NoSplit, split_candidates
 from stop_mim.errors import InputError, first_line
 
@@ -31,32 +26,19 @@ _TRAIN_SPLITS = ("train", "trainval", "train-standard")
 # These have a split called test, but no labels for it.
 _LABELLED_TEST_SPLITS = {"Places365": ("val",), "CLEVRClassification": ("val",)}
 
-# Where the classes keep the paths of their images, and the folder that these are in, the most exact first.
-_PATH_ATTRIBUTES = ("samples", "imgs", "_image_files", "_samples")
-_FOLDER_ATTRIBUTES = ("split_folder", "images_dir", "_images_folder", "root")
-
 _OWN_PARAMETERS = frozenset({"root", "split", "train", "download", "loader"})
 
 
 @SOURCES.register("torchvision")
 class TorchvisionKind(SourceKind):
-    """A classification dataset of torchvision; older versions of iNaturalist by their annotations."""
+    """A classification dataset of torchvision."""
 
     help, prefix = "torchvision:NAME", "torchvision:"
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        class_name, options = _parse(name.removeprefix(cls.prefix))
-        year = options.get("version", INATURALIST_YEARS[0])
-        if class_name != "INaturalist" or year not in INATURALIST_YEARS:
-            return TorchvisionSource(name, *_open(class_name, split, options))
-        if other := sorted(options.keys() - {"version"}):
-            raise InputError(f"torchvision:INaturalist of {year} has no option '{other[0]}': give version alone.")
-        images = download_folder() / year
-        # Without annotations the download, of more than a hundred gigabytes, would be of no use.
-        if not images.is_dir() and inaturalist_annotations(download_folder(), year):
-            _construct(class_name, datasets.INaturalist, {"root": str(download_folder()), "version": year})
-        return open_inaturalist(download_folder(), name, split, year, images)
+        class_name, _, options = name.removeprefix(cls.prefix).partition(",")
+        return TorchvisionSource(name, *_open(class_name, split, options))
 
 
 class TorchvisionSource(ImageSource):
@@ -80,18 +62,6 @@ class TorchvisionSource(ImageSource):
     def describe(self, index: int) -> str:
         return f"{self.name}[{self.split}]#{index}"
 
-    def image_name(self, index: int) -> str:
-        """The path within the dataset's folder of images, or the position if torchvision has no paths."""
-        for attribute in _PATH_ATTRIBUTES:
-            entries = getattr(self._dataset, attribute, None)
-            if entries is not None and len(entries) == len(self):
-                entry = entries[index][0] if isinstance(entries[index], tuple) else entries[index]
-                if isinstance(entry, str | Path):
-                    folders = (getattr(self._dataset, attribute, None) for attribute in _FOLDER_ATTRIBUTES)
-                    inside = (one for one in folders if isinstance(one, str | Path) and Path(entry).is_relative_to(one))
-                    return Path(entry).relative_to(next(inside, "")).as_posix()
-        return str(index)
-
     def fingerprint(self) -> str:
         labels = self.labels["class"].tobytes() if self.labels else b""
         ends = (self.read(index).numpy().tobytes() for index in (0, len(self) - 1))
@@ -109,18 +79,7 @@ class TorchvisionSource(ImageSource):
             raise BadImage(self.describe(index), first_line(error)) from error
 
 
-def _parse(name: str) -> tuple[str, dict[str, str]]:
-    class_name, *parts = name.split(",")
-    options: dict[str, str] = {}
-    for part in parts:
-        key, sign, value = part.partition("=")
-        if not sign or not value:
-            raise InputError(f"The option '{part}' of torchvision:{class_name} has no value: give it as {key}=value.")
-        options[key] = value
-    return class_name, options
-
-
-def _open(class_name: str, split: str, given: dict[str, str]) -> tuple[Any, str]:
+def _open(class_name: str, split: str, given: str) -> tuple[Any, str]:
     generic = (datasets.VisionDataset, datasets.DatasetFolder, datasets.ImageFolder)
     found = {name: kind for name, kind in vars(datasets).items() if inspect.isclass(kind) and kind not in generic}
     known = {name: kind for name, kind in found.items() if issubclass(kind, datasets.VisionDataset)}
@@ -129,8 +88,9 @@ def _open(class_name: str, split: str, given: dict[str, str]) -> tuple[Any, str]
         raise InputError(f"torchvision has no dataset '{class_name}': did you mean {' or '.join(close)}?")
     kind = known[class_name]
     parameters = inspect.signature(kind).parameters
-    options: dict[str, Any] = {"root": str(download_folder())} if "root" in parameters else {}
-    options |= _typed_options(class_name, parameters, given)
+    options = _options(class_name, {key: parameter.default for key, parameter in parameters.items()}, given)
+    if "root" in parameters:
+        options["root"] = str(download_folder())
     if "train" in parameters:
         return _construct(class_name, kind, options | {"train": split == "train"}), split
     if "split" not in parameters:
@@ -146,25 +106,26 @@ def _open(class_name: str, split: str, given: dict[str, str]) -> tuple[Any, str]
     raise NoSplit(f"torchvision:{class_name} has no split '{split}': choose another split or dataset.")
 
 
-def _typed_options(
-    class_name: str, parameters: Mapping[str, inspect.Parameter], given: dict[str, str]
-) -> dict[str, Any]:
+def _options(class_name: str, defaults: dict[str, Any], given: str) -> dict[str, Any]:
+    """Parse "option=value,…" by the types of the constructor's defaults."""
     known = {
-        key: type(parameter.default)
-        for key, parameter in parameters.items()
-        if isinstance(parameter.default, bool | int | str) and key not in _OWN_PARAMETERS
+        key: default
+        for key, default in defaults.items()
+        if isinstance(default, bool | int | str) and key not in _OWN_PARAMETERS
     }
-    readers: dict[type, Callable[[str], Any]] = {bool: {"true": True, "false": False}.__getitem__, int: int, str: str}
+    readers: dict[type, Callable[[str], Any]] = {
+        bool: lambda value: {"true": True, "false": False}[value.lower()],
+        int: int,
+        str: str,
+    }
     options: dict[str, Any] = {}
-    for key, value in given.items():
-        if key not in known:
-            choice = f"choose among {', '.join(known)}" if known else "it has none"
-            raise InputError(f"torchvision:{class_name} has no option '{key}': {choice}.")
+    for option in filter(None, given.split(",")):
+        key, _, value = option.partition("=")
         try:
-            options[key] = readers[known[key]](value.lower() if known[key] is bool else value)
+            options[key] = readers[type(known[key])](value)
         except (KeyError, ValueError) as error:
-            wanted = "true or false" if known[key] is bool else "a whole number"
-            raise InputError(f"The option {key} of torchvision:{class_name} is '{value}': give {wanted}.") from error
+            examples = ", ".join(f"{key}={default}".lower() for key, default in known.items()) or "none"
+            raise InputError(f"torchvision:{class_name} has no option '{option}': it has {examples}.") from error
     return options
 
 
