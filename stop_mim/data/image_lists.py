@@ -1,7 +1,7 @@
 """Subsets of a dataset: images that a file lists by name, or a draw from each class."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,28 @@ def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
     ("n01440764_10026_n01440764.JPEG"). Blank lines and lines that begin with # are skipped.
     """
     lines = _read_lines(path)
-    candidates = _candidates(lines, source)
-    matches = [_best_matches(line, candidates[_base_stem(line)]) for line in lines]
-    _check_matches(lines, matches, path, source)
-    return np.array([match[0] for match in matches], dtype=np.int64)
+    # Only the names that a line may mean: the others are millions.
+    names: dict[str, dict[int, str]] = {_base_stem(line): {} for line in lines}
+    for index in range(len(source)):
+        name = source.image_name(index)
+        if (stem := _base_stem(name)) in names:
+            names[stem][index] = name
+    matches = {line: _best_matches(line, names[_base_stem(line)]) for line in lines}
+    if missing := [line for line, found in matches.items() if not found]:
+        raise InputError(
+            f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
+            "the list that belongs to these data."
+        )
+    line_of: dict[int, str] = {}
+    for line in lines:
+        first, *others = matches[line]
+        if others:
+            which = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in (first, others[0]))
+            raise InputError(f"The name '{line}' in {path} may be {which} of {source.name}: give more of the path.")
+        if (before := line_of.setdefault(first, line)) is not line:
+            name = source.image_name(first)
+            raise InputError(f"{path} names the image '{name}' twice, as '{before}' and as '{line}': remove one line.")
+    return np.array(list(line_of), dtype=np.int64)
 
 
 def draw_per_class(
@@ -82,44 +100,15 @@ def _read_lines(path: Path) -> list[str]:
     return names
 
 
-def _candidates(lines: Iterable[str], source: ImageSource) -> dict[str, list[tuple[int, str]]]:
-    # Only the names that a line may mean: the others are millions.
-    candidates: dict[str, list[tuple[int, str]]] = {_base_stem(line): [] for line in lines}
-    for index in range(len(source)):
-        name = source.image_name(index)
-        if (stem := _base_stem(name)) in candidates:
-            candidates[stem].append((index, name))
-    return candidates
-
-
-def _best_matches(line: str, candidates: list[tuple[int, str]]) -> list[int]:
+def _best_matches(line: str, names: dict[int, str]) -> list[int]:
     """Return the indices that match best: the whole name, then part of its path, then both without their extensions."""
     rules: tuple[Callable[[str], bool], ...] = (
         lambda name: name == line,
         lambda name: _agree(name, line),
-        lambda name: _stem(name) == _stem(line),
         lambda name: _agree(_stem(name), _stem(line)),
     )
-    for rule in rules:
-        if found := [index for index, name in candidates if rule(name)]:
-            return found
-    return []
-
-
-def _check_matches(lines: list[str], matches: list[list[int]], path: Path, source: ImageSource) -> None:
-    if missing := [line for line, found in zip(lines, matches, strict=True) if not found]:
-        raise InputError(
-            f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
-            "the list that belongs to these data."
-        )
-    first_line: dict[int, str] = {}
-    for line, found in zip(lines, matches, strict=True):
-        if len(found) > 1:
-            names = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in found[:2])
-            raise InputError(f"The name '{line}' in {path} may be {names} of {source.name}: give more of the path.")
-        if (first := first_line.setdefault(found[0], line)) is not line:
-            name = source.image_name(found[0])
-            raise InputError(f"{path} names the image '{name}' twice, as '{first}' and as '{line}': remove one line.")
+    matches = ([index for index, name in names.items() if rule(name)] for rule in rules)
+    return next(filter(None, matches), [])
 
 
 def _agree(name: str, other: str) -> bool:

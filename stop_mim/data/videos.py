@@ -1,7 +1,7 @@
 """Videos with numbered objects: a folder in the layout of DAVIS, or drawn clips.
 
 A mask holds object numbers, 0 is the background. As in DAVIS's own evaluation the objects of a video are 1 to the highest
-number in its first mask, and void pixels (255) are background. Where the first mask is black and white, white is object 1.
+number in its first mask, and void pixels (255) are background. Where a mask is black and white, white is object 1.
 """
 
 import io
@@ -121,7 +121,7 @@ class FolderVideo(Video):
         if not self.has_mask(index):
             return None
         path = self.mask_path(index)
-        mask = read_mask(path, white=VOID if self._is_numbered else 1)
+        mask = read_mask(path)
         size = self._frame_size(index)
         if tuple(mask.shape) != size:
             raise InputError(
@@ -134,12 +134,6 @@ class FolderVideo(Video):
         masks = [self.mask_path(index) for index in range(len(self)) if self.has_mask(index)]
         states = [(path.name, path.stat()) for path in (*self.frame_paths, *masks)]
         return digest([self.name, *((name, state.st_size, state.st_mtime_ns) for name, state in states)])
-
-    @cached_property
-    def _is_numbered(self) -> bool:
-        """Whether the first mask has numbers: a later one of white alone then shows void, and no object."""
-        first = read_mask(self.mask_path(0), white=VOID)
-        return bool(((first != 0) & (first != VOID)).any())
 
     def _frame_size(self, index: int) -> tuple[int, int]:
         path = self.frame_paths[index]
@@ -253,11 +247,10 @@ def _sequence_of(line: str, path: Path) -> str:
     return name
 
 
-def read_mask(path: Path, white: int = 1) -> UInt8[Tensor, "height width"]:
+def read_mask(path: Path) -> UInt8[Tensor, "height width"]:
     """The numbers in a mask file: the indices of a palette image or grey values; black and white is one object, 1.
 
-    Coloured pixels are looked up in DAVIS's palette. Void pixels keep their number, 255; `white` is what they are in black
-    and white.
+    Void pixels keep their number, 255.
     """
     with _readable(path):
         encoded = path.read_bytes()
@@ -268,28 +261,13 @@ def read_mask(path: Path, white: int = 1) -> UInt8[Tensor, "height width"]:
         pixels = np.array(image if image.mode == "P" else image.convert("RGB"))
     if image.mode == "P":
         return torch.from_numpy(pixels)
-    if image.mode not in ("1", "L", "LA", "RGB", "RGBA"):
-        raise InputError(f"{path} has pixels of the mode {image.mode}: save masks as palette images or as 8-bit grey.")
-    black_and_white = np.isin(pixels, (0, VOID)).all() and (pixels == pixels[..., :1]).all()
-    if black_and_white:
-        return torch.from_numpy(pixels[..., 0] // VOID * np.uint8(white))
-    return torch.from_numpy(_palette_indices(pixels, path) if image.mode.startswith("RGB") else pixels[..., 0].copy())
-
-
-def _palette_indices(pixels: UInt8[np.ndarray, "height width 3"], path: Path) -> UInt8[np.ndarray, "height width"]:
-    known = {key: number for number, key in enumerate(_colour_keys(davis_palette()).tolist())}
-    colours, places = np.unique(_colour_keys(pixels), return_inverse=True)
-    if strange := [colour for colour in colours.tolist() if colour not in known]:
+    if image.mode not in ("1", "L", "LA", "RGB", "RGBA") or (pixels != pixels[..., :1]).any():
         raise InputError(
-            f"{path} has the colour #{strange[0]:06x}, which is no object's in DAVIS's palette: save masks as palette "
-            "images whose indices are the objects' numbers."
+            f"{path} has colours, or pixels of another mode than 8-bit grey ({image.mode}): save masks as palette images "
+            "whose indices are the objects' numbers."
         )
-    numbers = np.array([known[colour] for colour in colours.tolist()], dtype=np.uint8)
-    return numbers[places].reshape(pixels.shape[:2])
-
-
-def _colour_keys(colours: np.ndarray) -> np.ndarray:
-    return colours.astype(np.int64) @ (1 << 16, 1 << 8, 1)
+    grey = pixels[..., 0].copy()
+    return torch.from_numpy(grey // VOID if np.isin(grey, (0, VOID)).all() else grey)
 
 
 def davis_palette() -> UInt8[np.ndarray, "256 3"]:

@@ -80,8 +80,6 @@ def test_a_video_may_lack_masks_but_the_first(tmp_path):
 MODES = {
     "palette": lambda: PIL.Image.fromarray(numbers(1, 2)).convert("L"),
     "grey numbers": lambda: PIL.Image.fromarray(numbers(1, 2)),
-    "colours": lambda: PIL.Image.fromarray(davis_palette()[numbers(1, 2)]),
-    "colours with alpha": lambda: PIL.Image.fromarray(davis_palette()[numbers(1, 2)]).convert("RGBA"),
     "black and white": lambda: PIL.Image.fromarray(255 * numbers(1)),
     # The alpha channel says nothing.
     "black and white with alpha": lambda: PIL.Image.merge(
@@ -100,7 +98,7 @@ def test_every_kind_of_mask_gives_the_same_numbers(tmp_path, kind):
         image.putpalette(davis_palette().tobytes())
         assert image.mode == "P"
     image.save(tmp_path / "mask.png")
-    expected = numbers(1, 2) if image.mode == "P" or "numbers" in kind or "colours" in kind else numbers(1)
+    expected = numbers(1, 2) if image.mode == "P" or "numbers" in kind else numbers(1)
     assert np.array_equal(read_mask(tmp_path / "mask.png"), expected)
 
 
@@ -139,12 +137,6 @@ def test_lists_choose_the_split(tmp_path):
 FIRST_MASK = "Annotations/480p/bear/00000.png"
 
 
-def odd_colours():
-    colours = np.zeros((HEIGHT, WIDTH, 3), dtype=np.uint8)
-    colours[5, 5] = (1, 2, 3)
-    return colours
-
-
 DAMAGES = {
     "no frames": (lambda root: (root / "JPEGImages").rename(root / "images"), "JPEGImages/480p/SEQUENCE/00000.jpg"),
     "no masks": (lambda root: (root / "Annotations").rename(root / "masks"), "Annotations/480p/SEQUENCE/00000.png"),
@@ -166,9 +158,12 @@ DAMAGES = {
     ),
     "a mask of 16 bits": (
         lambda root: PIL.Image.fromarray(numbers(1).astype(np.uint16)).save(root / FIRST_MASK),
-        "00000.png has pixels of the mode I;16",
+        "00000.png has .*I;16",
     ),
-    "odd colours": (lambda root: PIL.Image.fromarray(odd_colours()).save(root / FIRST_MASK), "00000.png .* #010203"),
+    "colours": (
+        lambda root: PIL.Image.fromarray(davis_palette()[numbers(1, 2)]).save(root / FIRST_MASK),
+        "00000.png has colours",
+    ),
     "an empty frame": (
         lambda root: (root / "JPEGImages/480p/bear/00000.jpg").write_bytes(b""),
         r"00000.jpg cannot be read as an image \(the file is empty\)",
