@@ -19,8 +19,7 @@ import torch
 from stop_mim import load_encoder
 from stop_mim.data.augment import AugmentConfig, TestView
 from stop_mim.data.batches import Batch
-from stop_mim.data.image_lists import draw_per_class
-from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.labelled import LabelledSet, draw_per_class
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import open_task_data
 from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder

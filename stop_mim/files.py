@@ -21,20 +21,18 @@ SECONDS_A_DAY = 86400.0
 
 def require_writable(name: str, path: Path, remedy: str = "name a file in a folder that can be written") -> None:
     """Raise InputError if no file can be written at `path`; leaves nothing there."""
-    if obstacle := _obstacle(path):
-        raise InputError(f"{name} cannot be written: it {obstacle}; {remedy}.")
-
-
-def _obstacle(path: Path) -> str:
     folder = path.absolute().parent
     if path.is_dir():
-        return "is a folder"
-    if path.exists() and not path.is_file():
-        return "is not a regular file"
-    if not folder.is_dir():
-        return "is in a folder that does not exist"
-    refusal = why_not_written(folder)
-    return f"is in a folder that cannot be written ({refusal})" if refusal else ""
+        obstacle = "is a folder"
+    elif path.exists() and not path.is_file():
+        obstacle = "is not a regular file"
+    elif not folder.is_dir():
+        obstacle = "is in a folder that does not exist"
+    elif refusal := why_not_written(folder):
+        obstacle = f"is in a folder that cannot be written ({refusal})"
+    else:
+        return
+    raise InputError(f"{name} cannot be written: it {obstacle}; {remedy}.")
 
 
 def why_not_written(folder: Path) -> str:
@@ -48,7 +46,7 @@ def why_not_written(folder: Path) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file in a temporary folder beside `path`, then move it to `path` in one step.
+    """Let `write` make a file (or a folder of files) in a temporary folder beside `path`, then move it to `path` in one step.
 
     A link stays, and its target is written; a device or a pipe is never replaced by a file. When this returns, file and name
     are on the disk. A full disk is an OSError, whatever the library raises that writes.
@@ -58,16 +56,33 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     # A folder, because safetensors writes one more temporary file beside the one that it is given.
-    with _temporary_folder(path) as folder:
-        temporary = folder / path.name
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        draft = folder / path.name
         with failures_as_oserror(path):
-            write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        # The files of some libraries are for their owner alone; others may read ours, as far as the umask allows.
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
+            write(draft)
+        umask = os.umask(0)
+        os.umask(umask)
+        for part in [draft, *draft.rglob("*")]:
+            if part.is_file():
+                with part.open("rb+") as file:
+                    os.fsync(file.fileno())
+            # The files of some libraries are for their owner alone; others may read ours, as far as the umask allows.
+            part.chmod((0o777 if part.is_dir() else 0o666) & ~umask)
+        draft.replace(path)
         sync_folder(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder beside `path`, then rename it to `path`."""
+
+    def fill(draft: Path) -> None:
+        draft.mkdir()
+        write(draft)
+
+    write_atomically(path, fill)
 
 
 def append_line(path: Path, text: str) -> None:
@@ -78,36 +93,6 @@ def append_line(path: Path, text: str) -> None:
     except OSError as error:
         error.filename = str(path)
         raise
-
-
-def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder beside `path`, then rename it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _temporary_folder(path) as temporary:
-        with failures_as_oserror(path):
-            write(temporary)
-        for file in temporary.rglob("*"):
-            with file.open("rb+") as stream:
-                os.fsync(stream.fileno())
-            file.chmod(0o666 & ~_umask())
-        temporary.chmod(0o777 & ~_umask())
-        temporary.replace(path)
-        sync_folder(path.parent)
-
-
-@contextmanager
-def _temporary_folder(path: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 @contextmanager

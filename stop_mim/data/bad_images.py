@@ -52,15 +52,12 @@ class BadImages:
                 more = f"; more are not shown{listed}" if len(self._known) == SHOWN_ONE_BY_ONE else ""
                 self.show(f"skipped    {line}{more}")
         if len(self._known) > self.max_fraction * self.total:
+            enough = min(100, 100 * len(self._known) // self.total + 1)
             raise InputError(
                 f"{len(self._known)} of the {self.total} images of '{self.source_name}' cannot be used{listed}, such as "
                 f"{line}: more than {100 * self.max_fraction:g}% is taken for a mistake; repair or remove them, or allow "
-                f"more (pretraining: --max-bad {_next_percent(len(self._known) / self.total)}%)."
+                f"more (pretraining: --max-bad {enough}%)."
             )
-
-
-def _next_percent(fraction: float) -> int:
-    return min(100, int(100 * fraction) + 1)
 
 
 def skipped(unreadable: int, ignored: Mapping[str, int]) -> str:

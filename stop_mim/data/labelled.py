@@ -1,13 +1,20 @@
-"""Labelled sets of images: some images of a source with their classes, and parts held out of them."""
+"""Some images of a source with their classes: all, parts held out, a draw from each class, or those that a file lists."""
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Int, Int64
 
+from stop_mim.data.decode import IMAGE_EXTENSIONS
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.errors import InputError
 from stop_mim.seeds import seeded_generator
+
+_SYNSET = re.compile(r"_n\d{8}$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,3 +64,112 @@ def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[Labe
     held = may_go[((np.arange(count) + 0.5) * len(may_go) / count).astype(int)]
     remains = np.setdiff1d(np.arange(len(data)), held)
     return data.part(remains), data.part(np.sort(held))
+
+
+def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
+    """Return the indices of the images that a text file names, one a line, in its order.
+
+    A line is an image's name, or less of its path ("n01440764_10026.JPEG" for "n01440764/n01440764_10026.JPEG"), or
+    more of it; the extension may differ or be missing, and so may the synset that ImageNet's parquet files append
+    ("n01440764_10026_n01440764.JPEG"). Blank lines and lines that begin with # are skipped.
+    """
+    lines = _read_lines(path)
+    # Only the names that a line may mean: the others are millions.
+    names: dict[str, dict[int, str]] = {_base_stem(line): {} for line in lines}
+    for index in range(len(source)):
+        name = source.image_name(index)
+        if (stem := _base_stem(name)) in names:
+            names[stem][index] = name
+    matches = {line: _best_matches(line, names[_base_stem(line)]) for line in lines}
+    if missing := [line for line, found in matches.items() if not found]:
+        raise InputError(
+            f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
+            "the list that belongs to these data."
+        )
+    line_of: dict[int, str] = {}
+    for line in lines:
+        first, *others = matches[line]
+        if others:
+            which = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in (first, others[0]))
+            raise InputError(f"The name '{line}' in {path} may be {which} of {source.name}: give more of the path.")
+        if (before := line_of.setdefault(first, line)) is not line:
+            name = source.image_name(first)
+            raise InputError(f"{path} names the image '{name}' twice, as '{before}' and as '{line}': remove one line.")
+    return np.array(list(line_of), dtype=np.int64)
+
+
+def draw_per_class(
+    labels: Int[np.ndarray, " n"], per_class: int, seed: int, draw: int = 0, class_names: Sequence[str] = ()
+) -> Int64[np.ndarray, " k"]:
+    """Draw `per_class` images of each class, sorted; a larger draw of the same number contains the smaller ones."""
+    if per_class < 1:
+        raise InputError(f"The number of images of each class is {per_class}: give at least 1.")
+
+    def wanted(label: int, available: int) -> int:
+        if available < per_class:
+            name = f"{label} ({class_names[label]})" if 0 <= label < len(class_names) else str(label)
+            raise InputError(
+                f"The class {name} has {available} images, and {per_class} of each class were asked for: ask for fewer."
+            )
+        return per_class
+
+    return _draw(labels, wanted, seed, draw)
+
+
+def draw_fraction(labels: Int[np.ndarray, " n"], fraction: float, seed: int, draw: int = 0) -> Int64[np.ndarray, " k"]:
+    """Draw a fraction of each class, at least one image, sorted; a larger draw contains the smaller ones."""
+    if not 0 < fraction <= 1:
+        raise InputError(f"The fraction of the images is {fraction}: give a number above 0 and up to 1.")
+    return _draw(labels, lambda _, available: max(1, round(fraction * available)), seed, draw)
+
+
+def _draw(labels: np.ndarray, wanted: Callable[[int, int], int], seed: int, draw: int) -> Int64[np.ndarray, " k"]:
+    if not len(labels):
+        raise InputError("There are no labels to draw images by: give data with a label for each image.")
+    order = np.argsort(labels, kind="stable")
+    classes, starts = np.unique(labels[order], return_index=True)
+    chosen = []
+    for label, members in zip(classes.tolist(), np.split(order, starts[1:]), strict=True):
+        # A stream for each class: what is drawn from one does not depend on the others.
+        generator = seeded_generator("cpu", seed, "images of a class", draw, label)
+        shuffled = members[torch.randperm(len(members), generator=generator).numpy()]
+        chosen.append(shuffled[: wanted(label, len(members))])
+    return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8-sig").split("\n")]
+    except UnicodeDecodeError:
+        lines = ["\0"]
+    if any("\0" in line for line in lines):
+        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with a name a line.")
+    names = [line.removeprefix("./") for line in lines if line and not line.startswith("#")]
+    if not names:
+        raise InputError(f"The list of images {path} is empty: give a text file with a name a line.")
+    return names
+
+
+def _best_matches(line: str, names: dict[int, str]) -> list[int]:
+    """Return the indices that match best: the whole name, then part of its path, then both without their extensions."""
+    rules: tuple[Callable[[str], bool], ...] = (
+        lambda name: name == line,
+        lambda name: _agree(name, line),
+        lambda name: _agree(_stem(name), _stem(line)),
+    )
+    matches = ([index for index, name in names.items() if rule(name)] for rule in rules)
+    return next(filter(None, matches), [])
+
+
+def _agree(name: str, other: str) -> bool:
+    shorter, longer = sorted((name, other), key=len)
+    return longer == shorter or longer.endswith("/" + shorter.lstrip("/"))
+
+
+def _stem(name: str) -> str:
+    stem, dot, extension = name.rpartition(".")
+    return _SYNSET.sub("", stem if dot and extension.lower() in IMAGE_EXTENSIONS else name)
+
+
+def _base_stem(name: str) -> str:
+    return _stem(name.rpartition("/")[2])

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import LabelledSet, hold_out
-from stop_mim.data.sources import open_source
-from stop_mim.data.splits import NoSplit
+from stop_mim.data.sources import NoSplit, open_source
 from stop_mim.data.videos import Video
 from stop_mim.errors import InputError
 

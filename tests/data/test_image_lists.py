@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from written_images import one_sentence
 
-from stop_mim.data.image_lists import draw_fraction, draw_per_class, read_image_list
 from stop_mim.data.image_source import ImageSource
+from stop_mim.data.labelled import draw_fraction, draw_per_class, read_image_list
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 

@@ -1,6 +1,5 @@
 """Parquet files: columns, labels, splits, large sets, unusable ones."""
 
-import contextlib
 import io
 import os
 
@@ -112,21 +111,14 @@ def test_rows_are_named_by_their_paths_or_numbers(tmp_path):
     assert open_source(str(tmp_path / "plain")).image_name(1) == "row-1"
 
 
-def test_rows_without_bytes_name_files_in_the_folder_and_no_others(tmp_path):
-    folder = tmp_path / "set"
-    write(folder / "sub" / "kept.png", 8)
+def test_rows_without_bytes_are_bad_images_whatever_file_they_name(tmp_path):
     write(tmp_path / "secret.png", 9)
-    (folder / "link.png").symlink_to(tmp_path / "secret.png")
     kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    outside = ["../secret.png", str(tmp_path / "secret.png"), "link.png"]
-    paths = ["sub/kept.png", str(folder / "sub" / "kept.png"), "gone.png", None, "a\0b", *outside]
-    rows = [{"bytes": None, "path": path} for path in paths]
-    pq.write_table(pa.table({"image": pa.array(rows, kind)}), folder / "x.parquet")
-    source = open_source(str(folder / "x.parquet"))
-    assert [int(source.read(index)[0, 0, 0]) for index in (0, 1)] == [8, 8]
-    reasons = ["No such file", "the row holds no image", "null byte", *["is outside the folder"] * 3]
-    for row, reason in enumerate(reasons, start=2):
-        with pytest.raises(BadImage, match=rf"x\.parquet#{row}: .*{reason}"):
+    rows = [{"bytes": None, "path": path} for path in ("secret.png", str(tmp_path / "secret.png"), None)]
+    pq.write_table(pa.table({"image": pa.array([*rows, None], kind)}), tmp_path / "x.parquet")
+    source = open_source(str(tmp_path / "x.parquet"))
+    for row in range(4):
+        with pytest.raises(BadImage, match=rf"x\.parquet#{row}: the row holds no bytes"):
             source.read(row)
 
 
@@ -168,22 +160,3 @@ def encoded_noise(seed):
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8)
     PIL.Image.fromarray(pixels).save(buffer, "BMP")
     return buffer.getvalue()
-
-
-def test_damaged_files_are_one_sentence_or_bad_images(tmp_path):
-    write_parquet(tmp_path / "x.parquet", range(12), ["ant", "bee"] * 6)
-    whole, random = (tmp_path / "x.parquet").read_bytes(), np.random.default_rng(0)
-    refused = 0
-    for number in range(150):
-        damaged = bytearray(whole)
-        for place in random.integers(0, len(whole), 3):
-            damaged[place] ^= int(random.integers(1, 256))
-        (tmp_path / "x.parquet").write_bytes(damaged[: random.integers(1, len(whole))] if number % 5 == 0 else damaged)
-        try:
-            source = open_source(str(tmp_path / "x.parquet"))
-            for index in range(len(source)):
-                with contextlib.suppress(BadImage):
-                    source.read(index)
-        except InputError:
-            refused += 1
-    assert refused > 50

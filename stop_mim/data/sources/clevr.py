@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources import SOURCES, SourceKind, choose_split
 from stop_mim.data.sources.folder import FileSource
-from stop_mim.data.splits import choose_split
 from stop_mim.errors import InputError, first_line
 
 # The test split has no scenes, so no labels.

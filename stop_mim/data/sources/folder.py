@@ -14,9 +14,8 @@ import numpy as np
 from stop_mim.data.bad_images import UNREAD_PHOTOS
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
 from stop_mim.data.image_source import ImageSource, class_labels, digest, file_state, read_file
-from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, are_splits, choose_split
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
-from stop_mim.data.splits import SPLIT_NAMES, are_splits, choose_split
 from stop_mim.errors import InputError
 
 WHOLE_BYTES, FILES_LOOKED_AT = 2**28, 256

@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from stop_mim.data.image_source import ImageSource, digest
-from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources import SOURCES, SourceKind, split_candidates
 from stop_mim.data.sources.parquet import TableSource, image_column, label_column, read_classes
-from stop_mim.data.splits import split_candidates
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.hub import hub_or_cache
 
@@ -29,6 +28,8 @@ class HubKind(SourceKind):
 
 class HubSource(TableSource):
     """One split of a dataset."""
+
+    reads_paths = True
 
     def __init__(self, address: str, split: str) -> None:
         self._dataset, self.split = _load(address, split)

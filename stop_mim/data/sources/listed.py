@@ -8,13 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from stop_mim.data.image_source import ImageSource, class_labels
-from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources import SOURCES, SourceKind, choose_split
 from stop_mim.data.sources.folder import FileSource
-from stop_mim.data.splits import choose_split
 from stop_mim.errors import InputError, first_line
-
-INATURALIST_YEARS = ("2018", "2017", "2019")
-"""The years whose archives hold training and validation images together; only the annotations separate them."""
 
 # Where the archives of Places205 put the lists and the images, and where people move them to.
 _PLACES205_LISTS = ("trainvalsplit_places205", ".")
@@ -51,39 +47,33 @@ class Places205(SourceKind):
 
 @SOURCES.register("inaturalist")
 class INaturalist(SourceKind):
-    """A folder with annotations such as train2018.json, whose category numbers are the classes; the test split is val."""
+    """A folder with train2018.json or val2018.json, whose category numbers are the classes; the test split is val."""
 
-    help = "a folder of iNaturalist"
+    help = "a folder of iNaturalist 2018"
     is_path = True
 
     @classmethod
     def matches(cls, name: str) -> bool:
-        return bool(name) and _inaturalist_year(Path(name).expanduser()) is not None
+        return bool(name) and bool(_annotations(Path(name).expanduser()))
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
         folder = Path(name).expanduser()
-        year = _inaturalist_year(folder) or ""
-        annotations = _annotations(folder, year)
+        annotations = _annotations(folder)
         path = annotations[choose_split(split, annotations, name)]
         pairs, class_names = _read_annotations(path)
         # The first folder of a file's name is the one that the archive unpacks to.
         paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
-        images = folder / ("train_val_images" if year == "2017" else f"train_val{year}")
+        images = folder / "train_val2018"
         if not (images / paths[0]).is_file():
             raise InputError(f"{images / paths[0]}, the first image of {path}, is not there: unpack the images there.")
         labels = class_labels(np.array([label for _, label in pairs]))
-        return FileSource(images, paths, name, labels, class_names, f"inat{year[2:]}")
+        return FileSource(images, paths, name, labels, class_names, "inat18")
 
 
-def _annotations(folder: Path, year: str) -> dict[str, Path]:
-    """Return the files of annotations of that year in the folder, by split."""
-    paths = {split: folder / f"{split}{year}.json" for split in ("train", "val")}
+def _annotations(folder: Path) -> dict[str, Path]:
+    paths = {split: folder / f"{split}2018.json" for split in ("train", "val")}
     return {split: path for split, path in paths.items() if path.is_file()}
-
-
-def _inaturalist_year(folder: Path) -> str | None:
-    return next((year for year in INATURALIST_YEARS if _annotations(folder, year)), None)
 
 
 def _places205_lists(folder: Path) -> dict[str, Path]:

@@ -22,8 +22,7 @@ from stop_mim.data.data_files import DataFile, FilesSource, attempted, find_file
 from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, class_labels
 from stop_mim.data.order import BLOCKS_TOGETHER
-from stop_mim.data.sources import SOURCES, SourceKind
-from stop_mim.data.splits import SPLIT_NAMES, choose_split
+from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, choose_split
 from stop_mim.errors import InputError
 
 MEMORY_LIMIT = 2 * 2**30
@@ -58,6 +57,8 @@ class ParquetKind(SourceKind):
 class TableSource(ImageSource):
     """A source over Arrow columns; they never travel to another process, which opens its own."""
 
+    reads_paths = False
+    """Whether a row without bytes may name a file, which is then read."""
     most_open: int | None = None
     """Columns that are open at a time; None for all."""
 
@@ -72,10 +73,6 @@ class TableSource(ImageSource):
     def locate(self, index: int) -> tuple[int, int]:
         """The number of the file that holds an image, and its row there."""
         return 0, index
-
-    def locate_file(self, index: int, path: str) -> Path:
-        """The file that a row without bytes names; raises OSError if it must not be read."""
-        return Path(path)
 
     def bring(self, file: int) -> pa.ChunkedArray:
         """The column of a file; opened before the workers fork, they share one copy of it."""
@@ -96,9 +93,9 @@ class TableSource(ImageSource):
             if found is not None:
                 return found
             path = cell["path"].as_py() if is_struct and "path" in cell else None
-            if path is None:
-                raise OSError("the row holds no image")
-            return self.locate_file(index, path).read_bytes()
+            if path is None or not self.reads_paths:
+                raise OSError("the row holds no bytes of an image")
+            return Path(path).read_bytes()
         # A path may also hold a null byte, be no UTF-8 or be a loop of links.
         except (OSError, ValueError, RuntimeError) as error:
             raise BadImage(self.describe(index), getattr(error, "strerror", None) or str(error)) from error
@@ -209,16 +206,6 @@ class ParquetSource(FilesSource, TableSource):
             return _read(self.files[file], self.column)
         arrow = self.files[file].converted(".arrow", partial(_convert, self.files[file], self.column))
         return pa.ipc.open_file(pa.memory_map(str(arrow))).read_all().column(0)
-
-    def locate_file(self, index: int, path: str) -> Path:
-        source = self.files[self.locate(index)[0]]
-        if source.is_remote:
-            raise OSError(f"it names the file {path}, and files beside a URL are not read")
-        folder = Path(source.name).parent.resolve()
-        file = (folder / path).resolve()
-        if not file.is_relative_to(folder):
-            raise OSError(f"it names {path}, which is outside the folder {folder}")
-        return file
 
 
 def _read_footer(file: DataFile) -> tuple[int, pa.Schema]:

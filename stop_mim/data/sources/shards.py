@@ -3,10 +3,8 @@
 import json
 import os
 import tarfile
-from collections.abc import Sequence
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -41,14 +39,13 @@ class ShardSource(FilesSource):
         files = shard_files(pattern)
         self._fetched: dict[int, Path] = {}
         indexes = [_read_index(file) for file in files]
-        if not any(len(index.offsets) for index in indexes):
-            raise InputError(f"The shards wds:{pattern} hold no images: give tar files with jpg, png or webp members.")
-        labels = class_labels(np.concatenate([index.classes for index in indexes]))
-        super().__init__(f"wds:{pattern}", files, [len(index.offsets) for index in indexes], labels)
         # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
-        self._members = np.concatenate([index.members for index in indexes])
-        self._offsets = np.concatenate([index.offsets for index in indexes])
-        self._sizes = np.concatenate([index.sizes for index in indexes])
+        self._members = np.concatenate([members for members, _ in indexes])
+        self._places = np.concatenate([places for _, places in indexes])
+        if not len(self._members):
+            raise InputError(f"The shards wds:{pattern} hold no images: give tar files with jpg, png or webp members.")
+        counts, labels = [len(members) for members, _ in indexes], class_labels(self._places[:, 2])
+        super().__init__(f"wds:{pattern}", files, counts, labels)
 
     def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
         for shard in self.files_of(indices):
@@ -59,8 +56,8 @@ class ShardSource(FilesSource):
         file = self.files[shard]
         before = None if file.is_remote else (file.size or 0, int(file.version))
         # A file opened for each image has no position that forked workers could move under each other.
-        where = int(self._offsets[index]), int(self._sizes[index])
-        return read_file(self._local(shard), self.describe(index), before, *where)
+        offset, size, _ = self._places[index].tolist()
+        return read_file(self._local(shard), self.describe(index), before, offset, size)
 
     def describe(self, index: int) -> str:
         return f"{self.files[self.locate(index)[0]]}#{self._member(index)}"
@@ -80,22 +77,6 @@ class ShardSource(FilesSource):
         return self._fetched[shard]
 
 
-class ShardIndex(NamedTuple):
-    """The samples of a shard."""
-
-    members: Shaped[np.ndarray, " n"]
-    offsets: Int[np.ndarray, " n"]
-    sizes: Int[np.ndarray, " n"]
-    classes: Int[np.ndarray, " n"]
-
-    @classmethod
-    def of(cls, samples: Sequence[Sequence[Any]]) -> "ShardIndex":
-        """Return the index of these samples."""
-        members, offsets, sizes, classes = zip(*samples, strict=True) if samples else ((), (), (), ())
-        numbers = (np.array(values, dtype=np.int64) for values in (offsets, sizes, classes))
-        return cls(np.array([os.fsencode(member) for member in members], dtype=bytes), *numbers)
-
-
 def shard_files(pattern: str) -> list[DataFile]:
     """Return the tar files that a pattern with braces, or a glob, names: paths or URLs."""
     try:
@@ -105,8 +86,11 @@ def shard_files(pattern: str) -> list[DataFile]:
     return find_files(braceexpand(pattern))
 
 
-def _read_index(file: DataFile) -> ShardIndex:
-    """Return the samples of a shard, from the cache folder if the file has not changed since."""
+def _read_index(file: DataFile) -> tuple[Shaped[np.ndarray, " n"], Int[np.ndarray, "n 3"]]:
+    """Return the names of a shard's images, and of each the offset, the size and the class.
+
+    The index is in the cache folder, if the file has not changed since.
+    """
 
     def write(draft: Path) -> None:
         draft.write_text(json.dumps(_build_index(file.fetched(".tar"), file.name)))
@@ -114,10 +98,12 @@ def _read_index(file: DataFile) -> ShardIndex:
     place = file.name if file.is_remote else Path(file.name).resolve()
     try:
         cached = cached_file(f"shards/{digest([2, place, *file.identity()])}.json", write)
-        return ShardIndex.of(json.loads(cached.path.read_text()))
+        samples = json.loads(cached.path.read_text())
     except CacheError:
         # The cache only saves time: where it cannot be written, the next run indexes again.
-        return ShardIndex.of(_build_index(file.fetched(".tar"), file.name))
+        samples = _build_index(file.fetched(".tar"), file.name)
+    members = np.array([os.fsencode(member) for member, *_ in samples], dtype=bytes)
+    return members, np.array([numbers for _, *numbers in samples], dtype=np.int64).reshape(-1, 3)
 
 
 def _build_index(path: Path, shown: str) -> list[Sample]:

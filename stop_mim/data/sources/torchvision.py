@@ -1,4 +1,4 @@
-"""The classification datasets of torchvision: NAME or NAME,option=value, with the options of the class's constructor."""
+"""The classification datasets of torchvision, by the name of their class."""
 
 import inspect
 from collections.abc import Callable
@@ -14,8 +14,7 @@ from torchvision import datasets
 from stop_mim.data.cache import download_folder
 from stop_mim.data.decode import BadImage, check_pixels, quieten_pillow, rgb_pixels
 from stop_mim.data.image_source import ImageSource, class_labels, digest
-from stop_mim.data.sources import SOURCES, SourceKind
-from stop_mim.data.splits import NoSplit, split_candidates
+from stop_mim.data.sources import SOURCES, NoSplit, SourceKind, split_candidates
 from stop_mim.errors import InputError, first_line
 
 # Where the classes of torchvision keep their targets, so that no image need be decoded to learn its label.
@@ -26,8 +25,6 @@ _TRAIN_SPLITS = ("train", "trainval", "train-standard")
 # These have a split called test, but no labels for it.
 _LABELLED_TEST_SPLITS = {"Places365": ("val",), "CLEVRClassification": ("val",)}
 
-_OWN_PARAMETERS = frozenset({"root", "split", "train", "download", "loader"})
-
 
 @SOURCES.register("torchvision")
 class TorchvisionKind(SourceKind):
@@ -37,8 +34,7 @@ class TorchvisionKind(SourceKind):
 
     @classmethod
     def open(cls, name: str, split: str) -> ImageSource:
-        class_name, _, options = name.removeprefix(cls.prefix).partition(",")
-        return TorchvisionSource(name, *_open(class_name, split, options))
+        return TorchvisionSource(name, *_open(name.removeprefix(cls.prefix), split))
 
 
 class TorchvisionSource(ImageSource):
@@ -79,7 +75,7 @@ class TorchvisionSource(ImageSource):
             raise BadImage(self.describe(index), first_line(error)) from error
 
 
-def _open(class_name: str, split: str, given: str) -> tuple[Any, str]:
+def _open(class_name: str, split: str) -> tuple[Any, str]:
     generic = (datasets.VisionDataset, datasets.DatasetFolder, datasets.ImageFolder)
     found = {name: kind for name, kind in vars(datasets).items() if inspect.isclass(kind) and kind not in generic}
     known = {name: kind for name, kind in found.items() if issubclass(kind, datasets.VisionDataset)}
@@ -88,9 +84,7 @@ def _open(class_name: str, split: str, given: str) -> tuple[Any, str]:
         raise InputError(f"torchvision has no dataset '{class_name}': did you mean {' or '.join(close)}?")
     kind = known[class_name]
     parameters = inspect.signature(kind).parameters
-    options = _options(class_name, {key: parameter.default for key, parameter in parameters.items()}, given)
-    if "root" in parameters:
-        options["root"] = str(download_folder())
+    options: dict[str, Any] = {"root": str(download_folder())} if "root" in parameters else {}
     if "train" in parameters:
         return _construct(class_name, kind, options | {"train": split == "train"}), split
     if "split" not in parameters:
@@ -104,29 +98,6 @@ def _open(class_name: str, split: str, given: str) -> tuple[Any, str]:
         except _UnknownSplit:
             continue
     raise NoSplit(f"torchvision:{class_name} has no split '{split}': choose another split or dataset.")
-
-
-def _options(class_name: str, defaults: dict[str, Any], given: str) -> dict[str, Any]:
-    """Parse "option=value,…" by the types of the constructor's defaults."""
-    known = {
-        key: default
-        for key, default in defaults.items()
-        if isinstance(default, bool | int | str) and key not in _OWN_PARAMETERS
-    }
-    readers: dict[type, Callable[[str], Any]] = {
-        bool: lambda value: {"true": True, "false": False}[value.lower()],
-        int: int,
-        str: str,
-    }
-    options: dict[str, Any] = {}
-    for option in filter(None, given.split(",")):
-        key, _, value = option.partition("=")
-        try:
-            options[key] = readers[type(known[key])](value)
-        except (KeyError, ValueError) as error:
-            examples = ", ".join(f"{key}={default}".lower() for key, default in known.items()) or "none"
-            raise InputError(f"torchvision:{class_name} has no option '{option}': it has {examples}.") from error
-    return options
 
 
 class _UnknownSplit(Exception):
