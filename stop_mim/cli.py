@@ -253,10 +253,10 @@ class Sweep:
         axes = self._axes(base)
         from stop_mim.sweeps.run import run_sweep
 
-        result = run_sweep(self.run.name, self.run.config, base, axes=axes)
-        if result.interrupted_by:
-            sys.exit(_exit_code(result.interrupted_by))
-        if result.summary is not None and result.summary.failed:
+        summary = run_sweep(self.run.name, self.run.config, base, axes=axes)
+        if summary is not None and summary.interrupted_by:
+            sys.exit(_exit_code(summary.interrupted_by))
+        if summary is not None and summary.failed:
             sys.exit(EXIT_FAILURE)
 
     def _axes(self, base: Any) -> dict[str, list[Any]]:

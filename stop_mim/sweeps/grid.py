@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from stop_mim.errors import InputError
 from stop_mim.registry import Registry
+from stop_mim.training.config import flat
 
 Config = TypeVar("Config")
 Overrides = Mapping[str, Any]
@@ -174,16 +175,10 @@ def with_overrides(config: Config, overrides: Overrides, group: str = "") -> Con
     return dataclasses.replace(config, **values)  # type: ignore[type-var]
 
 
-def changes(config: Any, default: Any, prefix: str = "") -> dict[str, Any]:
+def changes(config: Any, default: Any) -> dict[str, Any]:
     """Return the fields, by path, in which a config differs from another of the same type."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value, before = getattr(config, field.name), getattr(default, field.name)
-        if dataclasses.is_dataclass(value):
-            found |= changes(value, before, f"{prefix}{field.name}.")
-        elif value != before:
-            found[f"{prefix}{field.name}"] = value
-    return found
+    before = dict(flat(dataclasses.asdict(default)))
+    return {path: value for path, value in flat(dataclasses.asdict(config)) if value != before[path]}
 
 
 def as_flags(overrides: Overrides, config: Any) -> list[str]:

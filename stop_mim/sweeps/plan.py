@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
@@ -15,9 +15,9 @@ from stop_mim.options import Compat
 from stop_mim.records import read_record
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
-
-if TYPE_CHECKING:
-    from stop_mim.training.config import TrainConfig
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.derived import following
+from stop_mim.training.recipes import find_recipe
 
 PLAN_FILE, SCORES_FILE = "sweep.json", "scores.json"
 FORMAT = "stop-mim sweep 2"
@@ -112,22 +112,19 @@ class Plan:
     recipe: str
     baseline: str
     variants: dict[str, Overrides]
-    base: "TrainConfig"
+    base: TrainConfig
     """The config that the variants change."""
     evaluate: tuple[str, ...]
     shown: tuple[str, ...]
     """Scores that the tables show."""
     out: Path
 
-    def config(self, variant: str) -> "TrainConfig":
+    def config(self, variant: str) -> TrainConfig:
         """Return the config of a variant, with the recipe's seed and directory."""
         return with_overrides(self.base, self.variants[variant])
 
     def jobs(self, config: SweepConfig) -> Iterator[Job]:
         """Yield the runs, seed by seed, so that a sweep that is stopped has complete seeds."""
-        from stop_mim.training.derived import following
-        from stop_mim.training.recipes import find_recipe
-
         default = find_recipe(self.recipe, config.compat)
         for seed in config.seeds:
             for variant in config.variants or self.variants:
@@ -142,8 +139,6 @@ class Plan:
 
     def document(self) -> dict[str, Any]:
         """Return what results depend on, as JSON values."""
-        from stop_mim.training.recipes import find_recipe
-
         changed = changes(self.base, find_recipe(self.recipe))
         document = {
             "format": FORMAT,
@@ -177,11 +172,8 @@ class Plan:
                 )
 
 
-def base_config(config: SweepConfig) -> "TrainConfig":
+def base_config(config: SweepConfig) -> TrainConfig:
     """Return the config of a scale's runs, before the options of the command line."""
-    from stop_mim.training.derived import following
-    from stop_mim.training.recipes import find_recipe
-
     scale = SCALES.find(config.scale)()
     base = with_overrides(find_recipe(scale.recipe, config.compat), scale.overrides)
     if config.data:
@@ -197,7 +189,7 @@ def compat_flag(config: SweepConfig) -> list[str]:
 
 
 def make_plan(
-    name: str, config: SweepConfig, base: "TrainConfig | None" = None, axes: Axes = MappingProxyType({})
+    name: str, config: SweepConfig, base: TrainConfig | None = None, axes: Axes = MappingProxyType({})
 ) -> Plan:
     """Return the plan of a named sweep; raise InputError if it cannot run.
 

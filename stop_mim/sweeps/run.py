@@ -5,17 +5,16 @@ import shlex
 import statistics
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stop_mim.benchmark.bench import open_run, steps_of
-from stop_mim.benchmark.timing import run_seconds
+from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.files import locked, write_atomically
@@ -26,36 +25,25 @@ from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
 from stop_mim.tables import duration
 from stop_mim.training.callbacks.progress import ProgressDisplay
+from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import read_metrics
 from stop_mim.training.trainer import catch_interruption
-
-if TYPE_CHECKING:
-    from stop_mim.training.config import TrainConfig
+from stop_mim.training.trial import take_trial_steps
 
 FAILED_FILE, LOCK_FILE = "failed.json", ".lock"
-# Steps before and of a measurement for --dry-run, and about the seconds that they may take.
-MEASURED_STEPS, MEASURED_SECONDS = (3, 5), 20.0
-MEASURED_IMAGES_ON_CPU = 16
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """Where a sweep stands when `run_sweep` returns."""
-
-    summary: Summary | None
-    """None after a dry run."""
-    interrupted_by: str | None = None
+# For --dry-run. A whole batch of a large recipe takes minutes on a CPU, where time grows with the number of images.
+MEASURED_STEPS, MEASURED_IMAGES_ON_CPU = 3, 16
 
 
 def run_sweep(
     name: str,
     config: SweepConfig,
-    base: "TrainConfig | None" = None,
+    base: TrainConfig | None = None,
     console: Console | None = None,
     axes: Axes = MappingProxyType({}),
-) -> SweepResult:
-    """Run what is missing of a sweep, or show what would be run, and summarise its directory.
+) -> Summary | None:
+    """Run what is missing of a sweep and summarise its directory; a dry run shows what would be run and returns None.
 
     Args:
         base: config that the variants change; default: the scale's.
@@ -67,7 +55,7 @@ def run_sweep(
     jobs = list(plan.jobs(config))
     if config.dry_run:
         show_grid(plan, jobs, config, console)
-        return SweepResult(None)
+        return None
     check_data(plan, config)
     plan.out.mkdir(parents=True, exist_ok=True)
     with locked(plan.out / LOCK_FILE) as ours:
@@ -75,7 +63,7 @@ def run_sweep(
             raise InputError(f"Another sweep runs in {plan.out}: wait for it, or choose another --out.")
         plan.keep()
         interrupted_by = _run(jobs, plan, config, console)
-    summary = summarise(plan, jobs, read_failed(plan.out))
+    summary = summarise(plan, jobs, read_failed(plan.out), interrupted_by)
     write_summary(plan.out, summary)
     show_summary(summary, console)
     _say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
@@ -83,7 +71,7 @@ def run_sweep(
         _say(console, f"Stopped by {interrupted_by}: the same command continues.", "yellow")
     if summary.failed:
         _say(console, f"Failed runs: {len(summary.failed)}. --retry-failed runs them again.", "yellow")
-    return SweepResult(summary, interrupted_by)
+    return summary
 
 
 def check_data(plan: Plan, config: SweepConfig) -> None:
@@ -178,30 +166,20 @@ def estimate(plan: Plan, jobs: Sequence[Job], left: Sequence[Job], console: Cons
         kind = (config.encoder, config.predictor, config.objective, config.masks, config.optim.batch_size)
         if kind not in rates:
             _say(console, f"Measuring a few steps of {job.variant} …")
-            rates[kind] = steps_per_second(config) * config.optim.batch_size
+            rates[kind] = images_per_second(config)
         total += config.optim.epochs * images / rates[kind]
     speed = " to ".join(dict.fromkeys(f"{rate:,.0f}" for rate in (min(rates.values()), max(rates.values()))))
     return total, f"{speed} images/s on {choose_device(plan.base.speed.device).type}, without reading images"
 
 
-def steps_per_second(config: "TrainConfig") -> float:
-    """Return the speed of the training step, measured over a few steps of random images."""
-    device, budget = choose_device(config.speed.device), MEASURED_SECONDS
-    if device.type == "cpu":
-        # A whole batch of a large recipe takes minutes on a CPU, where time grows with the number of images.
+def images_per_second(config: TrainConfig) -> float:
+    """Return the speed of training, measured over a few steps of random images."""
+    if choose_device(config.speed.device).type == "cpu":
         fewer = min(config.optim.batch_size, MEASURED_IMAGES_ON_CPU)
-        small = replace(config, optim=replace(config.optim, batch_size=fewer))
-        share = fewer / config.optim.batch_size
-    else:
-        small, share = config, 1.0
+        config = replace(config, optim=replace(config.optim, batch_size=fewer))
     with ProgressDisplay(Console(quiet=True), shown=False) as display:
-        run = open_run(small, False, display, display.say)
-        with steps_of(run) as step:
-            taken = list[float]()
-            while len(taken) < sum(MEASURED_STEPS) and sum(taken) < budget:
-                taken += run_seconds(step, device, 1, 1)
-    # The first steps compile and fill caches.
-    return share / statistics.median(taken[MEASURED_STEPS[0] :] or taken[-1:])
+        run = open_run(config, False, display, display.say)
+        return config.optim.batch_size / take_trial_steps(run.trainer, MEASURED_STEPS).seconds_per_step
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from stop_mim.training.run_folder import read_metrics
 
 SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
 SUMMARY_TABLES = ("summary.md", "summary.tex")
-FORMAT = "stop-mim sweep summary 2"
+FORMAT = "stop-mim sweep summary 3"
+CSV_HEAD = ("sweep", "scale", "variant", "score")
 CONFIDENCE = 0.95
 LEAST_SEEDS = 3
 # Health metrics that the tables show, with the paper's names.
@@ -41,19 +42,17 @@ class Spread:
 class Difference:
     """Mean over common seeds of variant minus baseline, with its 95% interval by Student's t; one seed has none."""
 
-    n: int
-    mean: float
-    low: float | None
-    high: float | None
-    note: str
+    pairs: int
+    difference: float
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Spread):
     """One number of one variant."""
 
     by_seed: dict[int, float]
-    over_seeds: Spread
     difference: Difference | None
     """To the baseline; the baseline has none."""
 
@@ -71,10 +70,9 @@ def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]
         return None
     found = spread(differences)
     if found.std is None:
-        return Difference(1, found.mean, None, None, seeds_note(1))
-    quantile = float(stats.t.ppf((1 + CONFIDENCE) / 2, found.n - 1))
-    reach = quantile * found.std / math.sqrt(found.n)
-    return Difference(found.n, found.mean, found.mean - reach, found.mean + reach, seeds_note(found.n))
+        return Difference(1, found.mean)
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, found.n - 1)) * found.std / math.sqrt(found.n)
+    return Difference(found.n, found.mean, found.mean - reach, found.mean + reach)
 
 
 def seeds_note(n: int) -> str:
@@ -99,7 +97,7 @@ def compare(values: Values, baseline: str) -> dict[str, dict[str, Score]]:
 
     def score(variant: str, name: str, own: dict[int, float]) -> Score:
         apart = None if variant == baseline else paired_difference(own, by_seed[baseline].get(name, {}))
-        return Score(own, spread(list(own.values())), apart)
+        return Score(**vars(spread(list(own.values()))), by_seed=own, difference=apart)
 
     return {variant: {name: score(variant, name, own) for name, own in row.items()} for variant, row in by_seed.items()}
 
@@ -114,6 +112,8 @@ class Summary:
     failed: dict[str, str]
     """Reasons by run."""
     unfinished: list[str]
+    interrupted_by: str | None = None
+    """The signal that stopped the sweep."""
 
     def columns(self) -> list[str]:
         """Return the names of the numbers that tables show."""
@@ -124,7 +124,7 @@ class Summary:
 
     def fewest_seeds(self) -> int:
         """Return the smallest number of seeds of any score."""
-        return min((score.over_seeds.n for row in self.scores.values() for score in row.values()), default=0)
+        return min((score.n for row in self.scores.values() for score in row.values()), default=0)
 
 
 def read_scores(run: Path) -> dict[str, float]:
@@ -139,14 +139,16 @@ def read_scores(run: Path) -> dict[str, float]:
     return scores | {name: value for name, value in last.items() if name.startswith("health/")}
 
 
-def summarise(plan: Plan, asked: Sequence[Job], failed: Mapping[str, str]) -> Summary:
+def summarise(
+    plan: Plan, asked: Sequence[Job], failed: Mapping[str, str], interrupted_by: str | None = None
+) -> Summary:
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
     values: Values = {variant: {} for variant in plan.variants}
     for variant, runs in values.items():
         for file in sorted((plan.out / variant).glob(f"seed-*/{SCORES_FILE}")):
             runs[int(file.parent.name.removeprefix("seed-"))] = read_scores(file.parent)
     unfinished = [job.name for job in asked if not job.finished and job.name not in failed]
-    return Summary(plan, compare(values, plan.baseline), dict(failed), unfinished)
+    return Summary(plan, compare(values, plan.baseline), dict(failed), unfinished, interrupted_by)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
@@ -165,14 +167,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "variants": {
             variant: {
                 "overrides": dict(overrides),
-                "scores": {
-                    name: {
-                        **asdict(score.over_seeds),
-                        "by_seed": {str(seed): value for seed, value in score.by_seed.items()},
-                        "difference": None if score.difference is None else asdict(score.difference),
-                    }
-                    for name, score in summary.scores[variant].items()
-                },
+                "scores": {name: asdict(score) for name, score in summary.scores[variant].items()},
             }
             for variant, overrides in plan.variants.items()
         },
@@ -192,18 +187,16 @@ def write_summary(out: Path, summary: Summary) -> None:
 
 def _write_csv(file: Path, summary: Summary) -> None:
     with file.open("w", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(
-            ["sweep", "scale", "variant", "score", "n", "mean", "std", "difference", "low", "high", "pairs", "note"]
+        writer = csv.DictWriter(
+            stream, [*CSV_HEAD, *(one.name for one in fields(Spread)), *(one.name for one in fields(Difference))]
         )
+        writer.writeheader()
         for variant, row in summary.scores.items():
             for name, score in row.items():
-                over, apart = score.over_seeds, score.difference
-                compared: list[Any] = [None, None, None, None, seeds_note(over.n)]
-                if apart is not None:
-                    compared = [apart.mean, apart.low, apart.high, apart.n, apart.note]
-                first = [summary.plan.sweep, summary.plan.scale, variant, name]
-                writer.writerow([*first, over.n, over.mean, over.std, *compared])
+                names = (summary.plan.sweep, summary.plan.scale, variant, name)
+                numbers = {"n": score.n, "mean": score.mean, "std": score.std}
+                apart = {} if score.difference is None else asdict(score.difference)
+                writer.writerow({**dict(zip(CSV_HEAD, names, strict=True)), **numbers, **apart})
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -233,7 +226,7 @@ def means_table(summary: Summary) -> Table:
     title = f"{plan.sweep} at {plan.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
     rows = []
     for variant, row in summary.scores.items():
-        n = max((score.over_seeds.n for score in row.values()), default=0)
+        n = max((score.n for score in row.values()), default=0)
         rows.append([variant, str(n), *(_mean_cell(row.get(name)) for name in summary.columns())])
     return Table(title, ["variant", "n", *_headings(summary)], rows)
 
@@ -243,7 +236,7 @@ def differences_table(summary: Summary) -> Table:
     rows = []
     for variant, row in summary.scores.items():
         if variant != summary.plan.baseline:
-            pairs = max((score.difference.n for score in row.values() if score.difference is not None), default=0)
+            pairs = max((score.difference.pairs for score in row.values() if score.difference is not None), default=0)
             rows.append([variant, str(pairs), *(_difference_cell(row.get(name)) for name in summary.columns())])
     title = f"difference to {summary.plan.baseline}, same seeds [95% interval]"
     return Table(title, ["variant", "pairs", *_headings(summary)], rows)
@@ -256,13 +249,10 @@ def _headings(summary: Summary) -> list[str]:
 def _mean_cell(score: Score | None) -> str:
     if score is None:
         return "–"
-    over = score.over_seeds
-    return f"{over.mean:.2f}" + ("" if over.std is None else f" ± {over.std:.2f}")
+    return f"{score.mean:.2f}" + ("" if score.std is None else f" ± {score.std:.2f}")
 
 
 def _difference_cell(score: Score | None) -> str:
-    if score is None or score.difference is None:
+    if score is None or (apart := score.difference) is None:
         return "–"
-    apart = score.difference
-    interval = "" if apart.low is None else f" [{apart.low:+.2f}, {apart.high:+.2f}]"
-    return f"{apart.mean:+.2f}{interval}"
+    return f"{apart.difference:+.2f}" + ("" if apart.low is None else f" [{apart.low:+.2f}, {apart.high:+.2f}]")

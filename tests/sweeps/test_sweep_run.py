@@ -16,7 +16,8 @@ from stop_mim.errors import InputError
 from stop_mim.launch import LaunchConfig
 from stop_mim.sweeps.launch import places
 from stop_mim.sweeps.plan import base_config
-from stop_mim.sweeps.run import run_sweep, steps_per_second
+from stop_mim.sweeps.run import images_per_second, run_sweep
+from stop_mim.training.trial import Trial
 
 HOLDER = """
 import time
@@ -33,19 +34,19 @@ def test_failed_runs_are_named_and_retried_on_demand(stand_in, console):
     Path("order-seed-0").write_text("refuse")
     Path("order-seed-1").write_text("die")
     result = run_sweep("mini", mini_config(), console=console)
-    assert set(result.summary.failed) == {"noisy/seed-0", "noisy/seed-1"}
-    assert result.summary.failed["noisy/seed-0"] == "data is not given: add --data."
-    assert "SIGKILL" in result.summary.failed["noisy/seed-1"]
+    assert set(result.failed) == {"noisy/seed-0", "noisy/seed-1"}
+    assert result.failed["noisy/seed-0"] == "data is not given: add --data."
+    assert "SIGKILL" in result.failed["noisy/seed-1"]
     assert "noisy/seed-0 failed: data is not given" in console.file.getvalue()
-    assert result.summary.scores["fixed"]["linear/top1"].by_seed == {0: 5.0, 1: 6.0}
+    assert result.scores["fixed"]["linear/top1"].by_seed == {0: 5.0, 1: 6.0}
     before = stand_in()
-    assert run_sweep("mini", mini_config(), console=console).summary.failed
+    assert run_sweep("mini", mini_config(), console=console).failed
     assert stand_in() == before, "neither finished nor failed runs run again"
     Path("order-seed-0").unlink()
     Path("order-seed-1").unlink()
     again = run_sweep("mini", mini_config(retry_failed=True), console=console)
-    assert again.summary.failed == {}
-    assert again.summary.scores["noisy"]["linear/top1"].difference.n == 2
+    assert again.failed == {}
+    assert again.scores["noisy"]["linear/top1"].difference.pairs == 2
 
 
 @pytest.fixture
@@ -71,11 +72,11 @@ def test_an_interrupted_sweep_lets_runs_save_and_continues(stand_in, console, la
     config = {"seeds": (0,), "variants": ("noisy",), "launch": LaunchConfig(launch, gpus=0)}
     stopped = run_sweep("mini", mini_config(**config), console=console)
     assert stopped.interrupted_by == "SIGTERM"
-    assert (stopped.summary.failed, stopped.summary.unfinished) == ({}, ["noisy/seed-0"])
+    assert (stopped.failed, stopped.unfinished) == ({}, ["noisy/seed-0"])
     assert Path("out/noisy/seed-0/saved").exists()
     Path("order-seed-0").unlink()
     done = run_sweep("mini", mini_config(**config), console=console)
-    assert (done.interrupted_by, done.summary.unfinished) == (None, [])
+    assert (done.interrupted_by, done.unfinished) == (None, [])
     assert [line.split()[0] for line in stand_in()] == ["evaluate", "pretrain", "resume"]
 
 
@@ -98,7 +99,7 @@ def test_what_a_killed_process_left_is_removed(stand_in, console):
     left = Path("out/fixed/seed-0/.config.json.x7")
     left.parent.mkdir(parents=True)
     left.touch()
-    assert run_sweep("mini", mini_config(), console=console).summary.unfinished == []
+    assert run_sweep("mini", mini_config(), console=console).unfinished == []
     assert not left.exists()
 
 
@@ -121,10 +122,10 @@ def test_gpus_are_dealt_out(monkeypatch):
 
 
 def test_a_dry_run_prints_grid_and_commands_and_estimates_from_measured_steps_or_runs(stand_in, console, monkeypatch):
-    # Half a second a step of 8 images, or a quarter of a step of 32, of which 16 are measured on a CPU.
-    monkeypatch.setattr("stop_mim.sweeps.run.run_seconds", lambda *_: [0.5])
+    monkeypatch.setattr("stop_mim.sweeps.run.take_trial_steps", lambda *_: Trial(0.5, 0))
     base = base_config(mini_config())
-    assert steps_per_second(replace(base, optim=replace(base.optim, batch_size=32))) == 1.0
+    # Half a second a step of 16 images, which stand for the 32 on a CPU.
+    assert images_per_second(replace(base, optim=replace(base.optim, batch_size=32))) == 32
     run_sweep("mini", mini_config(dry_run=True), console=console)
     assert not Path("out").exists()
     shown = console.file.getvalue()
