@@ -71,8 +71,8 @@ def peak_kib():
 
 
 def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path):
-    """In both ways that parquet has: one value of 1 MiB that 2,048 rows repeat, and zeros that compress."""
-    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 2048, pa.int32()), pa.array([b"x" * 2**20]))
+    """In both ways that parquet has: one value of 1 MiB that 512 rows repeat, and zeros that compress."""
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 512, pa.int32()), pa.array([b"x" * 2**20]))
     zeros = pa.array([b"\0" * 2**25] * 2)
     for name, cells, options in (("repeated", repeated, {}), ("zeros", zeros, {"use_dictionary": False})):
         path = tmp_path / f"{name}.parquet"

@@ -30,7 +30,7 @@ def extents(indices, columns):
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_position_can_be_context_and_target(grid):
-    masks = MultiBlockMasks(grid).sample(4000, generator=seeded())
+    masks = MultiBlockMasks(grid).sample(2000, generator=seeded())
     patches = grid[0] * grid[1]
     as_context, as_target = coverage(masks.context, patches), coverage(masks.targets.flatten(0, 1), patches)
     assert as_context.min() > 0.05
@@ -38,11 +38,11 @@ def test_every_position_can_be_context_and_target(grid):
 
 
 def test_coverage_is_symmetric_so_nothing_is_cut_in_raster_order():
-    masks = MultiBlockMasks(14).sample(10_000, generator=seeded())
+    masks = MultiBlockMasks(14).sample(5000, generator=seeded())
     for indices in (masks.context, masks.targets.flatten(0, 1)):
         seen = coverage(indices, 196).unflatten(0, (14, 14))
-        torch.testing.assert_close(seen, seen.flip(0), atol=0.025, rtol=0)
-        torch.testing.assert_close(seen, seen.flip(1), atol=0.025, rtol=0)
+        for mirrored in (seen.flip(0), seen.flip(1)):
+            torch.testing.assert_close(seen, mirrored, atol=0.035, rtol=0)
 
 
 def test_block_shapes_follow_scale_and_aspect_independently():
@@ -63,7 +63,7 @@ def test_block_shapes_follow_scale_and_aspect_independently():
 
 def test_sampled_blocks_have_the_shapes_of_the_table():
     sampler = MultiBlockMasks(14)
-    targets = sampler.sample(5000, generator=seeded()).targets.flatten(0, 1)
+    targets = sampler.sample(2000, generator=seeded()).targets.flatten(0, 1)
     height, width = extents(targets, 14)
     area = height * width
     # The rectangle around a random subset of a block is the block, but for a few lost edges.
@@ -112,7 +112,7 @@ def test_a_context_that_blocks_side_by_side_would_leave_no_room_for_never_holds_
 @pytest.mark.parametrize("n_blocks", [4, 12])
 def test_the_default_context_is_what_nineteen_layouts_in_twenty_leave_however_many_blocks_there_are(n_blocks):
     sampler = MultiBlockMasks(14, n_blocks=n_blocks)
-    targets, context = sampler._draw_blocks(4000, "cpu", seeded())
+    targets, context = sampler._draw_blocks(2000, "cpu", seeded())
     left = (context & ~targets.any(1)).sum(1)
     assert (left >= sampler.context_tokens).double().mean() > 0.93
     assert (left > sampler.context_tokens).double().mean() < 0.97
@@ -198,7 +198,7 @@ class TestRelease:
     def test_one_number_drives_scale_and_aspect(self):
         sampler = MultiBlockMasks(14, compat="release")
         shapes = set()
-        for seed in range(200):
+        for seed in range(100):
             height, width = extents(sampler.sample(2, generator=seeded(seed)).targets, 14)
             assert len(height.unique()) == len(width.unique()) == 1
             shapes.add((int(height[0, 0]), int(width[0, 0])))
@@ -207,14 +207,14 @@ class TestRelease:
     @pytest.mark.parametrize("grid", [14, 8])
     def test_masks_are_distributed_as_in_plain_loops_image_by_image(self, grid):
         sampler, draw = MultiBlockMasks(grid, compat="release"), random.Random(0)
-        ours = [sampler.sample(64, generator=seeded(seed)) for seed in range(100)]
-        contexts = [masks.context for masks in ours], [released_batch(grid, 64, draw, least=11) for _ in range(100)]
+        ours = [sampler.sample(64, generator=seeded(seed)) for seed in range(50)]
+        contexts = [masks.context for masks in ours], [released_batch(grid, 64, draw, least=11) for _ in range(50)]
         lengths = [[float(kept.shape[1]) for kept in of_one] for of_one in contexts]
         # Three standard errors; of 1,000 batches, the means on 14x14 are 53.1 and 53.3, on 8x8 13.3 and 13.3.
-        error = 3 * statistics.stdev(lengths[1]) * math.sqrt(2 / 100)
+        error = 3 * statistics.stdev(lengths[1]) * math.sqrt(2 / 50)
         assert statistics.mean(lengths[0]) == pytest.approx(statistics.mean(lengths[1]), abs=error)
         rows = [
-            torch.bincount(torch.cat([kept.flatten() for kept in of_one]) // grid, minlength=grid) / (100 * 64 * grid)
+            torch.bincount(torch.cat([kept.flatten() for kept in of_one]) // grid, minlength=grid) / (50 * 64 * grid)
             for of_one in contexts
         ]
         torch.testing.assert_close(*rows, atol=0.03, rtol=0)
