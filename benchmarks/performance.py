@@ -31,7 +31,7 @@ from stop_mim.training.trial import peak_memory
 
 B = {"masks.context_tokens": 49, "masks.target_tokens": 33, "optim.batch_size": 256}
 L = {**B, "optim.batch_size": 128}
-S = {"masks.context_tokens": 20, "masks.target_tokens": 12}
+S = {"masks.context_tokens": 20, "masks.target_tokens": 12, "predictor.depth": 6, "optim.batch_size": 512}
 EAGER = {"speed.compile": False, "speed.graph": False}
 # Kinds of kernels by their names, the first that fits.
 KERNELS = {

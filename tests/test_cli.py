@@ -293,13 +293,13 @@ def test_the_warm_up_follows_the_epochs_and_a_file_takes_the_place_of_a_recipe(m
         ((config, more),) = given
         return config, more["recipe"]
 
-    config, _ = trained("stop-tiny-imagenet", "--optim.epochs", "3")
+    config, _ = trained("demo", "--optim.epochs", "3")
     assert (config.optim.epochs, config.optim.warmup_epochs) == (3, 0.3)
     config, _ = trained("stop-photos", "--optim.epochs=3", "--optim.warmup-epochs", "2", "--data.max-bad", "5%")
     assert (config.optim.epochs, config.optim.warmup_epochs, config.max_bad) == (3, 2, "5%")
     assert config.optim.derive == ("batch_size", "lr", "start_lr", "final_lr")
     file = tmp_path / "mine.yaml"
-    file.write_text("recipe: stop-tiny-imagenet\noptim: {epochs: 50}\ndata: photos\n")
+    file.write_text("recipe: demo\noptim: {epochs: 50}\ndata: photos\n")
     for first in (["--config", str(file)], [f"--config={file}"], [str(file)]):
         config, name = trained(*first, "--optim.epochs", "10", "--seed", "7")
         assert (config.optim.epochs, config.optim.warmup_epochs, config.data, config.seed) == (10, 1, "photos", 7)

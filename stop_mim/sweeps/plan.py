@@ -33,7 +33,7 @@ class SweepConfig(Checked):
     """
 
     scale: str = "demo"
-    """demo: drawn scenes, minutes on two cores; tiny-imagenet: ViT-S/8, 20 epochs; imagenet: ViT-B/16, 300 epochs."""
+    """demo: drawn scenes, minutes on two cores; tiny-imagenet: ViT-S/8, 54 epochs; imagenet: ViT-B/16, 300 epochs."""
     compat: Compat = "corrected"
     """Train as the recipe does, as the released code (release), or as the paper's text (paper-text)."""
     data: str = ""

@@ -50,10 +50,10 @@ def demo() -> Scale:
 
 @SCALES.register("tiny-imagenet")
 def tiny_imagenet() -> Scale:
-    """ViT-S/8 on 64x64 images, 20 epochs of the recipe's 100."""
+    """ViT-S/8 on 64x64 images, 54 epochs of the recipe's 280: four paired seeds decide a difference of half a point in linear probing."""
     return Scale(
         "stop-tiny-imagenet",
-        {"optim.epochs": 20, "optim.warmup_epochs": 2.0, "checkpoint.keep": 1},
+        {"optim.epochs": 54, "optim.warmup_epochs": 5.0, "checkpoint.keep": 1},
         (
             *("--task", "linear", "knn", "low-shot", "--low-shot.amounts", "1%"),
             *("--linear.standardise", "True", "--linear.layers", "1"),

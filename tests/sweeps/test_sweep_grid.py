@@ -90,7 +90,7 @@ def test_the_conventions_are_also_compared_at_the_same_noise():
     assert power["sincos-paper"] == power["sincos-release"] == 0
 
 
-@pytest.mark.parametrize(("scale", "epochs"), [("demo", 12), ("tiny-imagenet", 20), ("imagenet", 300)])
+@pytest.mark.parametrize(("scale", "epochs"), [("demo", 12), ("tiny-imagenet", 54), ("imagenet", 300)])
 def test_the_warm_up_keeps_its_fraction_of_the_epochs(scale, epochs):
     usual, longer = (base_config(SweepConfig(scale=scale, epochs=asked)).optim for asked in (None, 3 * epochs))
     assert (usual.epochs, longer.epochs) == (epochs, 3 * epochs)
