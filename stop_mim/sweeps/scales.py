@@ -50,7 +50,7 @@ def demo() -> Scale:
 
 @SCALES.register("tiny-imagenet")
 def tiny_imagenet() -> Scale:
-    """ViT-S/8 on 64x64 images, 54 epochs of the recipe's 280: four paired seeds decide a difference of half a point in linear probing."""
+    """ViT-S/8 on 64x64 images, 54 epochs of the recipe's 280; four seeds decide half a point of linear probing."""
     return Scale(
         "stop-tiny-imagenet",
         {"optim.epochs": 54, "optim.warmup_epochs": 5.0, "checkpoint.keep": 1},
