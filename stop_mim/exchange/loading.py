@@ -36,9 +36,9 @@ from stop_mim.registry import Registry
 from stop_mim.results import UNTRAINED
 from stop_mim.seeds import derive_seed
 from stop_mim.training.checkpoint import FILE_FORMAT as CHECKPOINT_FORMAT
+from stop_mim.training.checkpoint import SUFFIX as SHARDED
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.run_folder import RunFolder
-from stop_mim.training.sharded_checkpoint import SUFFIX as SHARDED
 
 SAFETENSORS, TIMM, HUB = ".safetensors", "timm:", "hf:"
 # Keys under which training scripts other than the releases' save a model's weights.

@@ -6,9 +6,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -94,39 +94,34 @@ class Watch:
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(SECONDS_BETWEEN_BEATS):
             self._publish()
-            if self._is_over():
+            if self._ask(lambda store: store.check([_key("over")])):
                 self._end()
             if time.monotonic() - self._moved > self._timeout:
                 self._judge()
 
-    def _publish(self) -> None:
-        self._beats += 1
-        place = Place(self._marks, self._where, time.monotonic() - self._moved, self._beats)
+    def _ask(self, question: Callable[[dist.TCPStore], Any]) -> Any:
+        """Return the answer of the processes' store; None if it cannot be reached: then processes cannot be named."""
         try:
             if self._store is None:
                 address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
                 wait = timedelta(seconds=5)
                 self._store = dist.TCPStore(*address, is_master=False, timeout=wait, wait_for_workers=False)
-            self._store.set(_key(self._rank), json.dumps(place))
+            return question(self._store)
         except (KeyError, RuntimeError):
-            # Without it, processes cannot be named.
             self._store = None
+            return None
 
-    def _is_over(self) -> bool:
-        try:
-            return self._store is not None and self._store.check([_key("over")])
-        except RuntimeError:
-            return False
+    def _publish(self) -> None:
+        self._beats += 1
+        place = Place(self._marks, self._where, time.monotonic() - self._moved, self._beats)
+        self._ask(lambda store: store.set(_key(self._rank), json.dumps(place)))
 
     def _places(self) -> dict[int, Place]:
-        found: dict[int, Place] = {}
-        for rank in range(self._world_size):
-            try:
-                if self._store is not None and self._store.check([_key(rank)]):
-                    found[rank] = Place(*json.loads(self._store.get(_key(rank))))
-            except RuntimeError:
-                break
-        return found
+        def read(store: dist.TCPStore) -> dict[int, Place]:
+            known = [rank for rank in range(self._world_size) if store.check([_key(rank)])]
+            return {rank: Place(*json.loads(store.get(_key(rank)))) for rank in known}
+
+        return self._ask(read) or {}
 
     def _look(self) -> tuple[dict[int, Place], set[int]]:
         """Return where all processes stand, and which of the others do not move their beats any more."""
@@ -153,9 +148,7 @@ class Watch:
         print(f"stop-mim: {sentence}", file=sys.stderr, flush=True)
         if self.tell is not None:
             self.tell(sentence)
-        with suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set(_key("over"), "")
+        self._ask(lambda store: store.set(_key("over"), ""))
         self._end()
 
     def _end(self) -> None:

@@ -14,12 +14,11 @@ from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.training import pretrain
 from stop_mim.training.acceleration import require_possible
-from stop_mim.training.checkpoint import checkpoint_path, checkpoints_in, read_checkpoint
+from stop_mim.training.checkpoint import SUFFIX, checkpoint_path, checkpoints_in, read_checkpoint
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig
 from stop_mim.training.distributed import Ranks, device_mesh, process_group
 from stop_mim.training.inputs import StepInputs
 from stop_mim.training.run_folder import read_metrics
-from stop_mim.training.sharded_checkpoint import SUFFIX
 
 STEPS = 5
 

@@ -12,11 +12,17 @@ from torch import Tensor
 from stop_mim.errors import ProcessLost
 from stop_mim.models.build import build_encoder
 from stop_mim.models.encoder import Encoder, save_encoder
-from stop_mim.training.checkpoint import Checkpoint, checkpoint_path, prune_checkpoints, save_checkpoint
+from stop_mim.training.checkpoint import (
+    SUFFIX,
+    begin_save,
+    checkpoint_path,
+    finish_save,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from stop_mim.training.config import CheckpointConfig
 from stop_mim.training.distributed import wait_for_all, whole_tensor
 from stop_mim.training.run_folder import RunFolder
-from stop_mim.training.sharded_checkpoint import SUFFIX, begin_save, finish_save
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
 
@@ -61,7 +67,7 @@ class SaveRun(SaveCheckpoint):
         Given initial weights are saved before the first step: the run must never be resumed from new ones.
         """
         if trainer.done:
-            save_encoder(self.encoder, self.folder.encoder_file)
+            self.save_encoder(trainer)
         elif self.folder.fact("weights") is not None:
             self.save(trainer)
 
@@ -70,9 +76,17 @@ class SaveRun(SaveCheckpoint):
 
     def save(self, trainer: Trainer) -> None:
         save_checkpoint(trainer.checkpoint(self.run), checkpoint_path(self.path, trainer.done))
+        self.save_encoder(trainer)
+        self.clean_up(trainer.done)
+
+    def save_encoder(self, trainer: Trainer) -> None:
+        """Write the encoder as it is now."""
         save_encoder(self.encoder, self.folder.encoder_file)
+
+    def clean_up(self, step: int) -> None:
+        """Remove old checkpoints after one was saved."""
         prune_checkpoints(self.path, self.keep, self.milestone_steps)
-        self.folder.log(f"Saved step {trainer.done}.")
+        self.folder.log(f"Saved step {step}.")
 
 
 class SaveShardedRun(SaveRun):
@@ -83,36 +97,51 @@ class SaveShardedRun(SaveRun):
 
     on_every_rank = True
 
-    def __init__(
-        self, folder: RunFolder, config: CheckpointConfig, steps_per_epoch: int, encoder: Encoder, run: dict[str, Any]
-    ) -> None:
-        super().__init__(folder, config, steps_per_epoch, encoder, run)
-        self._background = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[Any] | None = None
-        self._group: Any = None
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._background, self._pending = ThreadPoolExecutor(1, "checkpoint"), Future[Any]()
+        self._pending.set_result(None)
 
     def start(self, trainer: Trainer) -> None:
         # The processes wait for one another here while the training uses the other group.
         self._group = dist.new_group(backend="gloo")
-        if trainer.done:
-            encoder = self._whole_encoder()
-            if trainer.ranks.is_main:
-                self._save_encoder(encoder)
-        elif self.folder.fact("weights") is not None:
-            self.save(trainer)
+        super().start(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        self._wait()
+        self._pending.result()
         checkpoint, path = trainer.checkpoint(self.run), checkpoint_path(self.path, trainer.done, SUFFIX)
         # Named as temporary files are, so that what a killed run leaves behind is removed.
         unfinished = path.with_name(f".{path.name}.unsaved_")
         if trainer.ranks.is_main:
             unfinished.mkdir(parents=True, exist_ok=True)
         wait_for_all(trainer.ranks)
-        self._pending = begin_save(checkpoint.tensors, unfinished, self._group)
+        writing = self._pending = begin_save(checkpoint.tensors, unfinished, self._group)
+        encoder = self._whole_encoder()
+
+        def publish() -> None:
+            """Wait until all processes have written, then make the checkpoint and its encoder visible."""
+            writing.result()
+            finish_save(unfinished, path, checkpoint.step, checkpoint.state)
+            self._write_encoder(encoder)
+            self.clean_up(checkpoint.step)
+
+        if trainer.ranks.is_main:
+            self._pending = self._background.submit(publish)
+
+    def save_encoder(self, trainer: Trainer) -> None:
         encoder = self._whole_encoder()
         if trainer.ranks.is_main:
-            self._pending = self._background.submit(self._publish, self._pending, checkpoint, unfinished, path, encoder)
+            self._write_encoder(encoder)
+
+    def _whole_encoder(self) -> dict[str, Tensor]:
+        """Gather the encoder, tensor by tensor; all processes must ask for it."""
+        return {name: whole_tensor(tensor).detach().cpu() for name, tensor in self.encoder.state_dict().items()}
+
+    def _write_encoder(self, tensors: dict[str, Tensor]) -> None:
+        with torch.device("meta"):
+            encoder = build_encoder(self.folder.config().encoder)
+        encoder.load_state_dict(tensors, assign=True)
+        save_encoder(encoder, self.folder.encoder_file)
 
     def end(self, trainer: Trainer) -> None:
         if isinstance(trainer.error, ProcessLost):
@@ -120,36 +149,10 @@ class SaveShardedRun(SaveRun):
             self._background.shutdown(wait=False)
             return
         try:
-            self._wait()
+            self._pending.result()
         except Exception:
             # An error that ended the training says more.
             if trainer.error is None:
                 raise
         finally:
             self._background.shutdown()
-
-    def _publish(
-        self, writing: Future[Any], checkpoint: Checkpoint, unfinished: Path, path: Path, encoder: dict[str, Tensor]
-    ) -> None:
-        """Wait until all processes have written, then make the checkpoint and its encoder visible."""
-        writing.result()
-        finish_save(unfinished, path, checkpoint.step, checkpoint.state)
-        self._save_encoder(encoder)
-        prune_checkpoints(self.path, self.keep, self.milestone_steps)
-        self.folder.log(f"Saved step {checkpoint.step}.")
-
-    def _wait(self) -> None:
-        """Wait for the save that is under way; raise what went wrong."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
-
-    def _whole_encoder(self) -> dict[str, Tensor]:
-        """Gather the encoder, tensor by tensor; all processes must ask for it."""
-        return {name: whole_tensor(tensor).detach().cpu() for name, tensor in self.encoder.state_dict().items()}
-
-    def _save_encoder(self, tensors: dict[str, Tensor]) -> None:
-        with torch.device("meta"):
-            encoder = build_encoder(self.folder.config().encoder)
-        encoder.load_state_dict(tensors, assign=True)
-        save_encoder(encoder, self.folder.encoder_file)
