@@ -65,13 +65,6 @@ class Objective(nn.Module, ABC):
                 )
         if len(masks) != len(images):
             raise InputError(f"There are {len(images)} images and masks for {len(masks)}: sample masks for all images.")
-        is_checked = masks.grid is not None or masks.targets.device.type != "cpu"
-        largest = 0 if is_checked else int(max(masks.context.max(), masks.targets.max()))
-        if largest >= rows * columns:
-            raise InputError(
-                f"The masks have patch {largest} and the images only {rows}x{columns} patches, the first of which is 0: "
-                "make the masks with encoder.grid."
-            )
 
     def draw_noise(self, masks: Masks, generator: torch.Generator | None = None) -> Noise:
         """Draw the noise of the positions for a batch: the only random numbers of a training step."""

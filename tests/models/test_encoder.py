@@ -17,7 +17,6 @@ from stop_mim.models.encoder import (
     create_encoder,
     cut_patches,
     load_timm_encoder,
-    misfit,
     mlp_ratio,
     save_encoder,
 )
@@ -47,14 +46,6 @@ def test_a_full_subset_gives_the_same_tokens_in_its_own_order(encoder, images):
         atol=1e-5,
         rtol=1e-5,
     )
-
-
-def test_a_subset_sees_nothing_of_the_other_patches(encoder, images):
-    indices = torch.tensor([[0, 5, 6], [23, 1, 2]])
-    changed = images.clone()
-    changed[0, :, 16:] += 1  # rows 2 and 3 of the grid: patches 12 and on
-    changed[1, :, 8:16] += 1  # row 1: patches 6 to 11
-    torch.testing.assert_close(encoder(images, indices), encoder(changed, indices))
 
 
 def test_embed_pools_the_last_layers(encoder, images):
@@ -119,15 +110,6 @@ def test_initial_weights_are_scaled_by_depth_or_those_of_the_release(initialisat
     assert patches == pytest.approx(1 / math.sqrt(3 * 8 * 8) if scaled else 0.02, rel=0.05)
 
 
-@pytest.mark.parametrize("patch_size", [4, 16])
-def test_content_is_not_drowned_by_positions_at_any_patch_size(patch_size):
-    torch.manual_seed(0)
-    encoder = create_encoder(Dimensions(width=192, depth=1, heads=3), image_size=64, patch_size=patch_size)
-    patches = cut_patches(torch.randn(8, 3, 64, 64), (patch_size, patch_size))
-    content = torch.nn.functional.linear(patches, encoder.vit.patch_embed.proj.weight.flatten(1))
-    assert content.std().item() == pytest.approx(1.0, rel=0.1)
-
-
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_reading_gives_the_same_encoder_back(encoder, images, tmp_path, kind):
     path = tmp_path / "encoder.safetensors"
@@ -161,16 +143,6 @@ def test_what_timm_does_not_have_is_named():
     ]:
         with pytest.raises(InputError, match=words):
             load_timm_encoder(name, pretrained=False)
-
-
-def test_what_does_not_fit_is_listed():
-    zeros = {name: torch.zeros(2, 3) for name in "abcde"}
-    assert misfit(zeros, zeros) is None
-    assert misfit({}, zeros) == "5 missing (a, b, c, …)"
-    found = {**zeros, "f": torch.zeros(1), "b": torch.zeros(()), "c": torch.zeros(3, 2)}
-    assert misfit(found, zeros) == (
-        "1 unknown (f); 2 of another shape (b is a single number instead of 2x3, c is 3x2 instead of 2x3)"
-    )
 
 
 def test_the_mlp_ratio_gives_any_hidden_width():

@@ -10,7 +10,7 @@ from timm.layers import Attention
 from torch import nn
 
 from stop_mim.errors import InputError
-from stop_mim.masking import Masks, build_masks
+from stop_mim.masking import build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.models.encoder import save_encoder
 from stop_mim.models.kernels.fast import use_fast_kernels
@@ -236,11 +236,6 @@ def test_what_cannot_be_built_is_named(change, words):
         ("mae", lambda images, masks: (images[:, :, :-1], masks), "31x48 pixels cannot be cut"),
         ("data2vec", lambda images, masks: (images, replace(masks, grid=(8, 8))), "masks are for 8x8 .* has 4x6"),
         ("ijepa", lambda images, masks: (images[:3], masks), "3 images and masks for 4"),
-        (
-            "mae",
-            lambda images, masks: (images, Masks(masks.context + 20, masks.targets)),
-            r"masks have patch \d+ and the images only 4x6",
-        ),
     ],
 )
 def test_what_does_not_fit_together_is_named(kind, change, words):

@@ -64,14 +64,6 @@ def test_silent_positions_are_bit_equal_to_sine_and_cosine(indices, silence):
     assert torch.equal(positions.sample(indices), positions(indices)) == (silence == "scale")
 
 
-@pytest.mark.parametrize("apply_to", ["masked", "context", "both"])
-def test_apply_to_chooses_the_tokens(indices, apply_to):
-    positions = JitteredPositions(GRID, DIM, apply_to=apply_to)
-    base = positions.base(indices)
-    noisy = {tokens for tokens in ("masked", "context") if not torch.equal(positions(indices, tokens=tokens), base)}
-    assert noisy == ({"masked", "context"} if apply_to == "both" else {apply_to})
-
-
 def test_the_options_build_it_and_mistakes_are_named():
     jittered = PositionsConfig(kind="jittered", jitter_scale=0.75, apply_to="both")
     positions = build_positions(jittered, GRID, nn.Linear(12, DIM))
