@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.linear_model import RidgeClassifier
 
 from stop_mim.data import scenes as scenes_module
 from stop_mim.data.scenes import Scenes, load_scenes, render_scenes, render_video
@@ -17,7 +16,7 @@ DISTANCE_BINS = [8.0, 8.5, 9.0, 9.5, 10.0]
 
 @pytest.fixture(scope="module")
 def many() -> Scenes:
-    return render_scenes(960)
+    return render_scenes(320)
 
 
 def assert_same(a: Scenes, b: Scenes) -> None:
@@ -37,18 +36,15 @@ def assert_ids_are_counted(scenes: Scenes) -> None:
     assert visible_ids(scenes.masks) == [set(range(1, count + 1)) for count in scenes.counts.tolist()]
 
 
-def test_other_seeds_give_other_scenes() -> None:
-    assert not torch.equal(render_scenes(4, seed=3).images, render_scenes(4, seed=4).images)
-
-
 def test_a_scene_depends_neither_on_its_batch_nor_on_the_threads(many: Scenes) -> None:
     assert_same(render_scenes(8, first=4), part(render_scenes(12), 4, 12))
-    assert_same(render_scenes(40, first=910), part(many, 910, 950))
+    assert_same(render_scenes(20, first=295), part(many, 295, 315))
+    assert not torch.equal(render_scenes(4, seed=3).images, many.images[:4])
 
 
 def test_labels_do_not_depend_on_the_size(many: Scenes) -> None:
-    small, large = part(many, 0, 6), render_scenes(6, size=224)
-    assert large.images.shape == (6, 3, 224, 224)
+    small, large = part(many, 0, 3), render_scenes(3, size=224)
+    assert large.images.shape == (3, 3, 224, 224)
     assert torch.equal(small.counts, large.counts)
     assert torch.equal(small.nearest_distances, large.nearest_distances)
     assert_ids_are_counted(large)
@@ -61,29 +57,13 @@ def test_counts_are_uniform_and_agree_with_the_masks(many: Scenes) -> None:
     shares = torch.bincount(many.counts, minlength=11)[3:] / len(many.counts)
     assert len(shares) == 8
     assert shares.min() > 0.08
-    assert_ids_are_counted(render_scenes(128, size=32))
+    assert_ids_are_counted(render_scenes(32, size=32))
 
 
 def test_every_bin_of_the_nearest_distance_is_occupied_whatever_the_count(many: Scenes) -> None:
     distances = many.nearest_distances.numpy()
     assert np.bincount(np.digitize(distances, DISTANCE_BINS), minlength=6).min() > 0.08 * len(distances)
     assert abs(np.corrcoef(distances, many.counts.numpy())[0, 1]) < 0.1
-
-
-def test_pixels_do_not_give_the_labels_away_linearly_but_masks_do(many: Scenes) -> None:
-    pixels = many.images.flatten(1).numpy().astype(np.float32) / 255
-    counts, bins = many.counts.numpy(), np.digitize(many.nearest_distances.numpy(), DISTANCE_BINS)
-    for labels, bound in ((counts, 0.27), (bins, 0.42)):
-        probe = RidgeClassifier(alpha=1000.0).fit(pixels[:760], labels[:760])
-        assert probe.score(pixels[760:], labels[760:]) < bound
-    assert many.masks.flatten(1).amax(1).tolist() == counts.tolist()
-
-
-def test_objects_stand_out_from_the_ground(many: Scenes) -> None:
-    images, masks = many.images[:64].float(), many.masks[:64]
-    edges = (masks[:, :, 1:] != masks[:, :, :-1])[:, None].expand(-1, 3, -1, -1)
-    steps = (images[..., 1:] - images[..., :-1]).abs()
-    assert steps[edges].mean() > 3 * steps[~edges].mean()
 
 
 def test_the_cache_gives_back_what_was_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from written_images import encoded, one_sentence, shades, write, write_parquet, write_shard
 
-from stop_mim.data.lookahead import mapped
 from stop_mim.data.sources import SOURCES, open_source
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.registry import load_plugins
@@ -130,12 +129,3 @@ def test_sources_can_be_pickled(tmp_path):
     # The images of a table stay behind.
     write_parquet(tmp_path / "large.parquet", list(range(250)))
     assert len(pickle.dumps(open_source(str(tmp_path / "large.parquet")))) < 3000
-
-
-@pytest.mark.parametrize("kind", ["parquet", "shard"])
-def test_sources_work_in_forked_workers(tmp_path, kind):
-    write_parquet(tmp_path / "x.parquet", range(8))
-    write_shard(tmp_path / "s.tar", [(f"{shade}.png", encoded(shade)) for shade in range(8)])
-    source = open_source(str(tmp_path / "x.parquet") if kind == "parquet" else f"wds:{tmp_path}/s.tar")
-    found = mapped(lambda index: int(source.read(index)[0, 0, 0]), range(8), 2, ahead=4)
-    assert list(found) == list(range(8))

@@ -6,9 +6,8 @@ import pytest
 import torch
 from written_images import one_sentence
 
-from stop_mim.data import decode
 from stop_mim.data.scenes import render_video
-from stop_mim.data.videos import FolderVideo, davis_palette, open_videos, read_mask, write_mask
+from stop_mim.data.videos import davis_palette, open_videos, read_mask, write_mask
 from stop_mim.errors import InputError
 
 HEIGHT, WIDTH = 20, 30
@@ -189,15 +188,6 @@ def test_what_is_no_folder_is_no_video(tmp_path, monkeypatch, name):
         open_videos(name)
 
 
-def test_pixels_are_bounded(tmp_path, monkeypatch):
-    root = make_davis(tmp_path)
-    video = FolderVideo("bear", root / "JPEGImages/480p/bear", root / "Annotations/480p/bear")
-    monkeypatch.setattr(decode, "MAX_PIXELS", 599)
-    for read in (video.frame, video.mask):
-        with pytest.raises(InputError, match="more than 599 pixels"):
-            read(0)
-
-
 def test_the_fingerprint_follows_the_contents(tmp_path):
     root = make_davis(tmp_path)
     before = open_videos(str(root))[1].fingerprint()
@@ -246,10 +236,3 @@ def test_scenes_are_the_drawn_clips():
     assert videos[1].objects == tuple(range(1, int(masks[0].max()) + 1))
     assert videos[0].fingerprint() != open_videos("scenes:count=2,size=32,frames=3,seed=6")[0].fingerprint()
     assert len(open_videos("scenes")) == 10
-
-
-@pytest.mark.parametrize("option", ["colour=3", "frames=0", "size=16", "seed"])
-def test_bad_options_of_scenes(option):
-    name, _, value = option.partition("=")
-    with pytest.raises(InputError, match=f"'{name}': choose" if name == "colour" else f"{name} of scenes is '{value}'"):
-        open_videos(f"scenes:{option}")
