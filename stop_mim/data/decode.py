@@ -280,7 +280,9 @@ def jpeg_header(encoded: bytes) -> JpegHeader | None:
             return None
         marker = encoded[place + 1]
         if marker in _USUAL_FRAMES:
-            return _frame_header(encoded, place + 4) if _exif_orientation(exif) == 1 else None
+            bits, height, width, components = struct.unpack_from(">BHHB", encoded, place + 4)
+            usual = bits == 8 and components in (1, 3) and 0 < height * width <= MAX_PIXELS
+            return JpegHeader(height, width, components) if usual and _exif_orientation(exif) == 1 else None
         if marker not in _SEGMENTS:
             return None
         length = int.from_bytes(encoded[place + 2 : place + 4], "big")
@@ -292,12 +294,6 @@ def jpeg_header(encoded: bytes) -> JpegHeader | None:
             exif = encoded[place + 4 : place + 2 + length]
         place += 2 + length
     return None
-
-
-def _frame_header(encoded: bytes, place: int) -> JpegHeader | None:
-    bits, height, width, components = struct.unpack_from(">BHHB", encoded, place)
-    usual = bits == 8 and components in (1, 3) and 0 < height * width <= MAX_PIXELS
-    return JpegHeader(height, width, components) if usual else None
 
 
 def _has_end(encoded: bytes) -> bool:

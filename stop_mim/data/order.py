@@ -1,7 +1,5 @@
 """Which images are in which batch: a pure function of the batch's number, so that any batch can be the first."""
 
-from typing import Protocol, runtime_checkable
-
 import numpy as np
 import torch
 from jaxtyping import Int
@@ -15,27 +13,6 @@ BLOCKS_TOGETHER = 16
 """Blocks whose images are mixed, where images are read block by block."""
 BLOCKS_AHEAD = 32
 """Blocks that are fetched before they are read, at most."""
-
-
-@runtime_checkable
-class Order(Protocol):
-    """What `Batches` asks of an order."""
-
-    images: Int[np.ndarray, " n"]
-    """The images that it visits, as positions in the source."""
-    batch_size: int
-    """Images in the largest batch."""
-    batches_per_epoch: int
-    length: int | None
-    """Batches in all; None if there is no end."""
-
-    def epoch_of(self, batch: int) -> int:
-        """The epoch of a batch, from 0."""
-        ...
-
-    def indices(self, batch: int) -> Int[Tensor, " batch"]:
-        """The images of this rank's batch of that number, as positions in the source."""
-        ...
 
 
 class ShuffledOrder:
@@ -52,6 +29,7 @@ class ShuffledOrder:
     """
 
     length: int | None = None
+    """Batches in all; None if there is no end."""
 
     def __init__(
         self,
@@ -90,9 +68,11 @@ class ShuffledOrder:
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def epoch_of(self, batch: int) -> int:
+        """Return the epoch of a batch, from 0."""
         return batch // self.batches_per_epoch
 
     def indices(self, batch: int) -> Int[Tensor, " batch"]:
+        """Return the images of this rank's batch of that number, as positions in the source."""
         epoch, within = divmod(batch, self.batches_per_epoch)
         start = within * self._together
         takes_rest = not self.drop_last and within == self.batches_per_epoch - 1
@@ -130,6 +110,9 @@ class SequentialOrder:
     def indices(self, batch: int) -> Int[Tensor, " batch"]:
         start = batch * self.batch_size
         return torch.from_numpy(self.images[start : start + self.batch_size])
+
+
+Order = ShuffledOrder | SequentialOrder
 
 
 def _positions(images: int | Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:

@@ -1,6 +1,7 @@
 """Views: draws are functions of (seed, epoch, image), and every step equals torchvision's, image by image."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -215,6 +216,15 @@ def test_jitter_reaches_its_bounds_and_no_further():
     assert 0.5 - 1e-4 <= factors.min() < 0.52
     assert 1.48 < factors.max() <= 1.5 + 1e-4
     assert factors.mean().item() == pytest.approx(1, abs=4 * 0.5 / math.sqrt(3 * 500))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("crop_scale", (0.3, 1.5)), ("blur_sigma", (-1.0, 2.0)), ("flip_probability", 1.1), ("jitter_hue", 0.6)],
+)
+def test_bad_values_are_named(field, value):
+    with pytest.raises(InputError, match=re.escape(f"augment.{field} is {value}")):
+        AugmentConfig(**{field: value})
 
 
 def test_impossible_sizes_are_named():

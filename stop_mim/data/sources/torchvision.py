@@ -108,25 +108,19 @@ def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any
     downloads = "download" in inspect.signature(kind).parameters
     # Without asking for a download first: with it, some classes check or unpack whole archives each time.
     attempts = [{"download": False}, {"download": True}] if downloads else [{}]
-    failure: Exception | None = None
+    failure = Exception()
     for attempt in attempts:
         try:
             return kind(**options, **attempt)
-        except ValueError as error:
-            if "split" in options and "split" in str(error):
-                raise _UnknownSplit from error
-            failure = error
         # Downloads fail in as many ways as there are servers.
         except Exception as error:
+            if isinstance(error, ValueError) and "split" in options and "split" in str(error):
+                raise _UnknownSplit from error
             failure = error
     raise InputError(
-        f"torchvision:{class_name} could not be opened in {download_folder()} ({_reason(failure)}): check the network, or "
+        f"torchvision:{class_name} could not be opened in {download_folder()} ({first_line(failure)}): check the network, or "
         "put the data there (STOP_MIM_DATA names another folder)."
     ) from failure
-
-
-def _reason(error: Exception | None) -> str:
-    return " ".join(str(error).split()).rstrip(".")
 
 
 def _check_pairs(name: str, dataset: Any) -> None:
@@ -135,7 +129,7 @@ def _check_pairs(name: str, dataset: Any) -> None:
     # Some classes open without looking for their images.
     except Exception as error:
         raise InputError(
-            f"The first image of {name} cannot be read ({_reason(error)}): put its images in {download_folder()} "
+            f"The first image of {name} cannot be read ({first_line(error)}): put its images in {download_folder()} "
             "(STOP_MIM_DATA names another folder)."
         ) from error
     pair = isinstance(first, tuple) and len(first) == 2
