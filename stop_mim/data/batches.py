@@ -12,7 +12,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -326,7 +325,7 @@ class _Resident:
     def _copied(self, requests: Iterator[_Request]) -> Generator[_Read, None, None]:
         images, shape = self.pixels.numpy(), self.pixels.shape[1:]
         # One slot is filled and one copied, beside those that wait to be used.
-        with _Slots(_COPIES_AHEAD + 2, (self.batch_size, *shape), self.device, shared=False) as slots:
+        with closing(_Slots(_COPIES_AHEAD + 2, (self.batch_size, *shape), self.device, shared=False)) as slots:
             for turn, (epoch, wanted) in enumerate(requests):
                 indices, slot = self._good(wanted), slots.next(turn)
                 # numpy copies with this thread alone: torch would wake all cores, beside the one that launches kernels.
@@ -427,21 +426,17 @@ class _Slots:
         self.device = device
         self._locked = False
         self._copied: list[torch.cuda.Event | None] = [None] * count
-
-    def __enter__(self) -> "_Slots":
-        if self.device.type == "cuda":
+        if device.type == "cuda":
             # Page-locked memory is copied to the GPU in the background; where that is refused, the copy only takes longer.
             refusal = torch.cuda.cudart().cudaHostRegister(self.pixels.data_ptr(), self.pixels.numel(), 0)
             self._locked = int(refusal) == 0
             if not self._locked:
                 # CUDA keeps the error for whoever asks next, and a kernel's launch would report it as its own.
                 with suppress(RuntimeError):
-                    torch.zeros(1, device=self.device)
-        return self
+                    torch.zeros(1, device=device)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Unlock the memory."""
         if self._locked:
             torch.cuda.synchronize(self.device)
             torch.cuda.cudart().cudaHostUnregister(self.pixels.data_ptr())
@@ -485,7 +480,8 @@ class _Streamed:
         piece = min(PIECE, self.batch_size)
         ahead = max(PIECES_AHEAD * self.workers, 2 * -(-self.batch_size // piece)) if self.workers else 0
         taken: deque[_Request] = deque()
-        with _Slots(ahead + 2, (piece, *self.cutter.view.size, 3), self.device, shared=self.workers > 0) as slots:
+        shape = (piece, *self.cutter.view.size, 3)
+        with closing(_Slots(ahead + 2, shape, self.device, shared=self.workers > 0)) as slots:
 
             def pieces() -> Iterator[tuple[int, int, list[int]]]:
                 numbers = count()
@@ -498,8 +494,7 @@ class _Streamed:
             with closing(mapped(work, pieces(), self.workers, ahead)) as filled:
                 for first in filled:
                     request, bad = taken.popleft(), list[Bad]()
-                    shape = (len(request.indices), *slots.pixels.shape[2:])
-                    pixels = torch.empty(shape, dtype=torch.uint8, device=self.device)
+                    pixels = torch.empty(len(request.indices), *shape[1:], dtype=torch.uint8, device=self.device)
                     for start in range(0, len(pixels), piece):
                         slot, found = next(filled) if start else first
                         slots.copy(slot, pixels[start : start + piece])
@@ -550,15 +545,14 @@ class _GpuDecoded:
             yield self._make(*opening.popleft(), readers)
 
     def _open(self, indices: list[int]) -> list[OpenedImage | None]:
-        return [self._open_one(index) for index in indices]
-
-    def _open_one(self, index: int) -> OpenedImage | None:
-        source = self.cutter.source
-        try:
-            opened = OpenedImage.of_jpeg(source.encoded(index) or b"", source.describe(index))
-        except BadImage:
-            return None
-        return opened if opened is not None and opened.suits_gpu else None
+        """Read images; None for those that the device cannot decode."""
+        source, found = self.cutter.source, list[OpenedImage | None]()
+        for index in indices:
+            opened = None
+            with suppress(BadImage):
+                opened = OpenedImage.of_jpeg(source.encoded(index) or b"", source.describe(index))
+            found.append(opened if opened is not None and opened.suits_gpu else None)
+        return found
 
     def _make(
         self, request: _Request, opening: list[Future[list[OpenedImage | None]]], readers: ThreadPoolExecutor
