@@ -213,7 +213,7 @@ def attempted(name: str, work: Callable[[], Result]) -> Result:
             # Over http any failure is a file that is not found; its cause has the status.
             if isinstance(error, FileNotFoundError) and getattr(error.__cause__, "status", 404) == 404:
                 raise InputError(f"There is no file {name}: check the name.") from error
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
                 raise
             reason = f"{name} cannot be read ({type(error).__name__}: {first_line(error).rstrip('.')})"
             if not is_url(name):
