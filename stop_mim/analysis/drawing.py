@@ -44,8 +44,8 @@ PNG_DPI = 200
 LABEL_WIDTH = 0.15
 # Width of labels of vertical axes, in characters.
 LABEL_CHARACTERS = 26
-# Widths in inches of figures over two columns and over one.
-WIDE, NARROW = 7.2, 3.6
+# Width in inches of figures over two columns.
+WIDE = 7.2
 
 
 def save_figure(figure: Figure, path: Path) -> list[Path]:

@@ -102,8 +102,6 @@ def draw_figures(
         tell: called with a sentence for each figure that is left out.
         score: score of figures 1, 3 and 4, such as linear/top1; None: the nearest to the paper's protocol.
     """
-    if not names:
-        raise InputError(f"No figure is named: choose among {', '.join(FIGURES)} and all.")
     everything = "all" in names
     chosen = {name: FIGURES.find(name) for name in (FIGURES if everything else names)}
     paths, written = run_folders(runs), list[Path]()
@@ -176,16 +174,11 @@ def _draw_idea(panels: Sequence[Axes], run: AnalysedRun) -> int:
 
 
 def _nearest_to_the_paper(runs: Sequence[Path], figure: str) -> AnalysedRun:
-    noisy = [run for run in _records(runs, figure) if _has_noise(run)]
-    if not noisy:
-        raise InputError(f"Figure {figure} is about noise: name a run with stochastic positions and a sigma above 0.")
-    usual = PositionsConfig().sigma
-
     def distance(run: RunRecords) -> tuple[bool, float]:
         noise = noise_of(run.config)
-        return noise.form != "tied", abs(math.log(noise.sigma / usual))
+        return noise.form != "tied", abs(math.log(noise.sigma / PositionsConfig().sigma))
 
-    return open_run(min(noisy, key=distance).path)
+    return open_run(min(_noisy(_records(runs, figure), figure), key=distance).path)
 
 
 def _scores_beside(
@@ -315,41 +308,38 @@ def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure
             )
     images, pictures = sample_images(chosen[0], N_IMAGES), sample_pictures(chosen[0], N_IMAGES)
     masks, grid = sample_masks(chosen[0], N_IMAGES), chosen[0].grid
-    parts = [masks[number : number + 1] for number in range(len(images))]
-    patches = [central_target(part, grid) for part in parts]
-    found = [
-        [prediction_map(objective, *each) for objective in objectives]
-        for each in zip(images, parts, patches, strict=True)
-    ]
     titles = ["image", "context", *(_label(run) for run in chosen)]
     height, width = chosen[0].config.encoder.image_size
     size = (0.9 + MAP * len(titles), 0.4 + MAP * height / width * len(images))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(images), len(titles), squeeze=False)
-    for picture, part, patch, maps, line in zip(pictures, parts, patches, found, panels, strict=True):
+    maps: list[tuple[Axes, int, Tensor]] = []
+    for number, (image, picture, line) in enumerate(zip(images, pictures, panels, strict=True)):
+        part = masks[number : number + 1]
+        patch = central_target(part, grid)
         draw_image(line[0], picture)
         draw_image(line[1], darkened(picture, part.context[0], grid))
         mark_patch(line[1], patch, grid, picture.shape[1:], ORANGE)
-        for axes, heat in zip(line[2:], maps, strict=True):
-            _draw_heat(axes, heat, patch, torch.stack([one for row in found for one in row]))
+        maps += [
+            (axes, patch, prediction_map(objective, image, part, patch))
+            for axes, objective in zip(line[2:], objectives, strict=True)
+        ]
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title)
-    _add_heat_bar(figure, panels)
+    _draw_heat(figure, maps, panels)
     return figure
 
 
-def _draw_heat(axes: Axes, heat: Tensor, patch: int, scale: Tensor) -> None:
-    """Draw a prediction map with the colours of a scale that all maps share: multiples of equal similarity."""
-    n = heat.numel()
-    axes.imshow(n * heat.numpy(), cmap="magma", vmin=n * scale.min().item(), vmax=n * scale.max().item())
-    remove_ticks(axes)
-    mark_patch(axes, patch, (heat.shape[0], heat.shape[1]), heat.shape, ORANGE)
-
-
-def _add_heat_bar(figure: Figure, panels: Any) -> None:
-    drawn = [axes for axes in figure.axes if axes.images and axes.images[0].get_cmap().name == "magma"]
+def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], beside: Any) -> None:
+    """Draw prediction maps of patches with one scale, multiples of equal similarity, and its colour bar beside axes."""
+    values = torch.stack([heat for _, _, heat in maps])
+    values = values[0].numel() * values
+    for (axes, patch, _), heat in zip(maps, values, strict=True):
+        picture = axes.imshow(heat.numpy(), cmap="magma", vmin=values.min().item(), vmax=values.max().item())
+        remove_ticks(axes)
+        mark_patch(axes, patch, (heat.shape[0], heat.shape[1]), heat.shape, ORANGE)
     label = "similarity to the prediction\n(1: as the average patch)"
-    figure.colorbar(drawn[-1].images[0], ax=panels, label=label, shrink=0.8, aspect=30)
+    figure.colorbar(picture, ax=beside, label=label, shrink=0.8, aspect=30)
 
 
 @FIGURES.register("covariance")
@@ -502,12 +492,15 @@ def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     figure, panels = _square_panels(run, 3 + len(shown))
     patch = _draw_idea(panels[:3], run)
     image, masks = sample_images(run, N_IMAGES)[:2][-1], sample_masks(run, 1)
-    maps = [prediction_map(feature_objective(one.objective), image, masks, patch) for _, one in shown]
-    for axes, (title, _), heat in zip(panels[3:], shown, maps, strict=True):
-        _draw_heat(axes, heat, patch, torch.stack(maps))
+    for axes, (title, _) in zip(panels[3:], shown, strict=True):
         axes.set(title=title, xlabel="for the framed patch: which\npatches it resembles")
+    objectives = [feature_objective(one.objective) for _, one in shown]
+    maps = [
+        (axes, patch, prediction_map(objective, image, masks, patch))
+        for axes, objective in zip(panels[3:], objectives, strict=True)
+    ]
     if maps:
-        _add_heat_bar(figure, panels[3:])
+        _draw_heat(figure, maps, panels[3:])
     return figure
 
 
@@ -539,11 +532,7 @@ def _side_by_side(runs: Sequence[Path], figure: str, noise: bool = True) -> list
     check_same_grid(records)
     kinds = [min(group, key=lambda run: run.config.seed) for group in grouped(records, _label).values()]
     if noise:
-        kinds = [run for run in kinds if _has_noise(run)]
-        if not kinds:
-            raise InputError(
-                f"Figure {figure} is about noise: name a run with stochastic positions and a sigma above 0."
-            )
+        kinds = _noisy(kinds, figure)
     kinds.sort(key=lambda run: (noise_of(run.config).form != "none", noise_of(run.config).sigma))
     if len(kinds) > MOST_SIDE_BY_SIDE:
         kinds = [run for run in kinds if noise_of(run.config).form in ("tied", "none")] or kinds
@@ -551,8 +540,11 @@ def _side_by_side(runs: Sequence[Path], figure: str, noise: bool = True) -> list
     return [open_run(kinds[round(place * last / max(1, shown - 1))].path) for place in range(shown)]
 
 
-def _has_noise(run: RunRecords) -> bool:
-    return noise_of(run.config).form not in ("none", "jittered")
+def _noisy(runs: Sequence[RunRecords], figure: str) -> list[RunRecords]:
+    noisy = [run for run in runs if noise_of(run.config).form not in ("none", "jittered")]
+    if not noisy:
+        raise InputError(f"Figure {figure} is about noise: name a run with stochastic positions and a sigma above 0.")
+    return noisy
 
 
 def _label(run: RunRecords) -> str:

@@ -1,21 +1,17 @@
 import json
-import math
 import shutil
 
 import pytest
 import torch
-from analysed_runs import evaluation, pretend, probed, top1, train_tiny, write_status
+from analysed_runs import evaluation, pretend, probed, top1, train_tiny
 
 from stop_mim.analysis.runs import (
     Noise,
-    Status,
     check_comparable,
-    check_same_grid,
     common_score,
     noise_of,
     open_run,
     read_records,
-    spreads_by_sigma,
 )
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint
@@ -61,14 +57,6 @@ def test_what_is_not_a_run_is_an_error(stop_run, tmp_path):
         open_run(odd)
     with pytest.raises(InputError, match="probe/linear_top1"):
         read_records(stop_run).newest("probe/linear_top1")
-
-
-def test_runs_of_different_grids_are_not_compared(stop_run, tmp_path):
-    finer = EncoderConfig("tiny", image_size=(32, 48), patch_size=4, width=24, depth=2, heads=2)
-    runs = [read_records(path) for path in (stop_run, pretend(stop_run, tmp_path / "finer", encoder=finer))]
-    with pytest.raises(InputError, match=r"4x6 patches and .* has 8x12"):
-        check_same_grid(runs)
-    check_same_grid([runs[0]] * 2)
 
 
 def test_noise_by_form_and_sigma(stop_run):
@@ -118,17 +106,6 @@ def test_only_runs_that_differ_in_noise_and_seed_are_comparable(stop_run, tmp_pa
         check_comparable([first, read_records(runs["sigma"].path)])
 
 
-def test_the_status_is_that_of_the_file_and_unknown_without_it(stop_run, tmp_path):
-    run = pretend(stop_run, tmp_path / "run")
-    write_status(run, "failed", 5, "loss is not finite")
-    status = read_records(run).status
-    assert (status.state, status.step, status.total_steps, status.message) == ("failed", 5, 8, "loss is not finite")
-    for broken in ("{", "[]", "{}"):
-        (run / "status.json").write_text(broken)
-        assert read_records(run).status == Status()
-    assert read_records(run).total_steps == 8, "counted from the metrics"
-
-
 def test_the_scores_of_a_run_are_those_of_its_target(stop_run, tmp_path):
     names = ("run", "run#encoder", "run/checkpoints/step-00000008.safetensors", "untrained:run")
     results = [evaluation("knn", top1(10.0 * number), encoder=name) for number, name in enumerate(names)]
@@ -169,20 +146,3 @@ def test_the_score_nearest_to_the_papers_that_all_runs_have(stop_run, tmp_path):
     scenes = read_records(pretend(stop_run, tmp_path / "scenes", results=labels))
     for score, value in (("count/linear/top1", 1.0), ("distance/linear/top1", 2.0)):
         assert scenes.scores()[common_score([scenes], score)] == value
-
-
-def test_spreads_are_means_and_unbiased_deviations_over_seeds(stop_run, tmp_path):
-    tied = [PositionsConfig(sigma=sigma) for sigma in (1.0, 0.25)]
-    folders = [
-        pretend(stop_run, tmp_path / f"{number}", seed=seed, positions=positions, signs=probed(top1))
-        for number, (positions, seed, top1) in enumerate(
-            [(tied[0], 0, 10.0), (tied[0], 1, 14.0), (tied[1], 0, 20.0), (PositionsConfig(kind="sincos"), 0, 5.0)]
-        )
-    ]
-    found = spreads_by_sigma([read_records(path) for path in folders], lambda run: run.newest("probe/linear_top1"))
-    assert list(found) == ["none", "tied"]
-    assert list(found["tied"]) == [0.25, 1.0]
-    assert (found["tied"][1.0].mean, found["tied"][1.0].n) == (12.0, 2)
-    assert found["tied"][1.0].std == pytest.approx(math.sqrt(8))
-    assert (found["none"][0.0].mean, found["none"][0.0].n) == (5.0, 1)
-    assert found["none"][0.0].std is None

@@ -60,7 +60,7 @@ def test_with_another_prior_it_is_not_either():
 @pytest.mark.parametrize(("prior", "reach"), [(uniform_prior(6.0), 6.0), (normal_prior(1.0), 2.5)])
 def test_a_trained_predictor_agrees_with_the_closed_form(prior, reach):
     """The network, which knows nothing of priors, agrees with the optimum and not with the convolution."""
-    network, r = train_predictor(square_wave, prior), places(reach)
+    network, r = train_predictor(square_wave, prior, steps=600), places(reach)
     learned = network(r)
     assert (learned - optimal_predictor(square_wave, prior, r)).abs().max() < TOLERANCE
     assert (learned - convolution(square_wave, r)).abs().max() > 3 * TOLERANCE
@@ -92,7 +92,7 @@ def test_where_the_context_does_not_matter_zero_is_stationary_however_tied():
 
 
 def test_a_tied_A_stays_and_an_untied_one_is_silenced():
-    tied, untied = (train_toy(ToyTask(), tying, steps=250) for tying in ("tied", "untied"))
+    tied, untied = (train_toy(ToyTask(), tying, steps=120) for tying in ("tied", "untied"))
     assert tied.noise_norm[-1] > 2
     assert untied.noise_norm[-1] < 0.5 * untied.noise_norm[0]
 
