@@ -16,9 +16,6 @@ from stop_mim.tables import Table
 
 RESULTS_FILE = "results.json"
 FORMAT = "stop-mim results 2"
-# An evaluation replaces an earlier one in the file where all of these agree.
-IDENTITY = ("encoder", "task", "label", "data", "test_data", "protocol", "seed")
-IDENTITY_FACTS = ("image_size", "encoder_fingerprint", "data_fingerprint", "test_fingerprint")
 # Labels that names of scores leave out.
 USUAL_LABELS = ("class", "objects")
 # What comes before the name of an encoder with its initial weights.
@@ -146,10 +143,10 @@ class Evaluation:
         """The encoder's name, and whether its class token was scored instead of its patches."""
         return self.encoder + (" (class token)" if self.facts.get("pool") == "cls" else "")
 
-    def identity(self) -> list[Any]:
-        """Return what tells whether an evaluation repeats another one."""
-        plain = json.loads(json.dumps(self.as_json()))
-        return [*(plain[name] for name in IDENTITY), *(plain["facts"].get(name) for name in IDENTITY_FACTS)]
+    def identity(self) -> tuple[str, ...]:
+        """Return what agrees where an evaluation repeats another one, and replaces it in a file."""
+        encoder = [self.facts.get(name) for name in ("image_size", "encoder_fingerprint")]
+        return (self.encoder, json.dumps(encoder), *self.measurement())
 
     def measurement(self) -> tuple[str, ...]:
         """Return what must agree where scores of different encoders are compared; hashable."""
@@ -224,17 +221,17 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def write_csv(path: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write a CSV file with one line for each score."""
     head = ["encoder", "task", "label", "data", "seed", "layers", "variant", "metric", "value", "low", "high", "std"]
+    rows = [
+        {**vars(one), **vars(score), "variant": json.dumps(score.variant) if score.variant else ""}
+        for one in evaluations
+        for score in one.scores
+    ]
 
     def write(file: Path) -> None:
         with file.open("w", newline="") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(head)
-            for one in evaluations:
-                about = [one.encoder, one.task, one.label, one.data, one.seed]
-                for score in one.scores:
-                    variant = json.dumps(score.variant) if score.variant else ""
-                    interval = [score.low, score.high, score.std]
-                    writer.writerow([*about, score.layers, variant, score.metric, score.value, *interval])
+            writer = csv.DictWriter(stream, head, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
 
     write_atomically(path, write)
 
@@ -246,12 +243,9 @@ def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation
         evaluations: what is shown, on one dataset. An untrained encoder has a row of its own only if it is alone.
         known: other evaluations, in which the scores of untrained encoders are looked up too.
     """
-    encoders = dict.fromkeys(one.encoder for one in evaluations)
-    shown = [
-        name
-        for name in encoders
-        if name.removeprefix(UNTRAINED) == name or name.removeprefix(UNTRAINED) not in encoders
-    ]
+    encoders = list(dict.fromkeys(one.encoder for one in evaluations))
+    trained = {f"{UNTRAINED}{name}" for name in encoders}
+    shown = [name for name in encoders if name not in trained]
     rows: dict[str, list[list[str]]] = {}
     for one in evaluations:
         for score in one.scores:
@@ -271,13 +265,13 @@ def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation
 
 def untrained_score(evaluation: Evaluation, score: Score, known: Sequence[Evaluation]) -> Score | None:
     """Return the newest score of the untrained encoder that was measured alike."""
-    name, alike = f"{UNTRAINED}{evaluation.encoder}", evaluation.measurement()
-    seen = [evaluation.facts.get(fact) for fact in ("image_size", "pool")]
-    for one in reversed(known):
-        same = one.measurement() == alike and [one.facts.get(fact) for fact in ("image_size", "pool")] == seen
-        if one.encoder == name and same:
-            return next((other for other in one.scores if other.name == score.name), None)
-    return None
+
+    def seen(one: Evaluation) -> list[Any]:
+        return [one.measurement(), one.facts.get("image_size"), one.facts.get("pool")]
+
+    name, alike = f"{UNTRAINED}{evaluation.encoder}", seen(evaluation)
+    found = next((one for one in reversed(known) if one.encoder == name and seen(one) == alike), None)
+    return None if found is None else next((other for other in found.scores if other.name == score.name), None)
 
 
 def details_table(evaluations: Sequence[Evaluation]) -> Table:

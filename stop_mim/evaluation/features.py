@@ -4,10 +4,11 @@ They are written in chunks as they come: memory holds one chunk, an interruption
 the work. They are read memory-mapped.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,12 +171,21 @@ def extract_features(
     mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not is_cached(_chunk_file(folder, c))]
     if mine:
         require_writable_cache(folder)
-        starts = torch.from_numpy(images[::CHUNK_IMAGES].copy())
         here = np.concatenate([images[c * CHUNK_IMAGES : (c + 1) * CHUNK_IMAGES] for c in mine])
+        # Of batches that divide a chunk none belongs to two.
+        batch_size = next(size for size in range(batch_size, 0, -1) if CHUNK_IMAGES % size == 0)
         order = SequentialOrder(here, batch_size)
         batches = Batches(source, order, view, Placement(workers=workers), ranks.device, progress=decoding)
-        with ThreadPoolExecutor(1) as writer:
-            _write_chunks(_embedded(encoder, batches, layers, progress), mine, starts, folder, writer)
+        written: Future[None] | None = None
+        with ThreadPoolExecutor(1) as writer, closing(_embedded(encoder, batches, layers, progress)) as embedded:
+            for chunk in mine:
+                parts = list(islice(embedded, CHUNK_IMAGES // batch_size))
+                # While a chunk is written the next one is computed.
+                if written is not None:
+                    written.result()
+                written = writer.submit(_write_chunk, _chunk_file(folder, chunk), parts)
+            if written is not None:
+                written.result()
     wait_for_all(ranks)
     return _read_features(folder, len(chunks), encoder.dim, source.name)
 
@@ -183,45 +193,17 @@ def extract_features(
 @torch.inference_mode()
 def _embedded(
     encoder: FrozenEncoder, batches: Batches, layers: int, progress: Progress | None
-) -> Iterator[tuple[Int[Tensor, " batch"], Tensor]]:
+) -> Generator[tuple[Int[Tensor, " batch"], Tensor], None, None]:
     """Yield the numbers of images and their features."""
     done = 0
     for images, _, numbers in batches.starting_at():
         with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
             features = encoder.embed(images, layers)
-        # Half precision holds features after a norm; a value that it cannot hold is found when the chunk is written.
-        yield numbers, features.half()
         done += len(numbers)
         if progress is not None:
             progress(done, batches.n_images)
-
-
-def _write_chunks(
-    embedded: Iterator[tuple[Int[Tensor, " batch"], Tensor]],
-    chunks: Sequence[int],
-    starts: Int[Tensor, " chunks"],
-    folder: Path,
-    writer: ThreadPoolExecutor,
-) -> None:
-    """Collect batches by chunk; a chunk is written in the background while the next one is computed."""
-    collected: dict[int, list[tuple[Tensor, Tensor]]] = {chunk: [] for chunk in chunks}
-    pending: list[Future[None]] = []
-
-    def finish(before: float) -> None:
-        for chunk in [chunk for chunk in collected if chunk < before]:
-            pending.append(writer.submit(_write_chunk, _chunk_file(folder, chunk), collected.pop(chunk)))
-        for future in [future for future in pending if future.done()]:
-            future.result()
-
-    for numbers, features in embedded:
-        owners = torch.searchsorted(starts, numbers.to(starts), right=True) - 1
-        for chunk in owners.unique().tolist():
-            finish(before=chunk)
-            here = owners == chunk
-            collected[chunk].append((numbers[here], features if here.all() else features[here.to(features.device)]))
-    finish(before=math.inf)
-    for future in pending:
-        future.result()
+        # Half precision holds features after a norm; a value that it cannot hold is found when the chunk is written.
+        yield numbers, features.half()
 
 
 def _write_chunk(path: Path, parts: list[tuple[Tensor, Tensor]]) -> None:
