@@ -46,10 +46,8 @@ def refuses(disk, capsys, path, *arguments):
     assert {file: file.read_bytes() for file in disk.rglob("*") if file.is_file()} == before
 
 
-@pytest.mark.parametrize("form", ["timm", "hf", "onnx", "export"])
+@pytest.mark.parametrize("form", ["timm", "export"])
 def test_export(disk, encoder, capsys, form):
-    if form == "onnx":
-        pytest.importorskip("onnxscript", reason="needs the extra onnx")
     (disk / "old").mkdir()
     (disk / "old" / "README.md").write_text("an older export")
     fill(disk, free=8192)

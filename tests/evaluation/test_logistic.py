@@ -171,6 +171,7 @@ def few_scores(draws, features, labels):
 
 def test_mean_and_deviation_are_those_of_the_draws(few, monkeypatch):
     monkeypatch.setattr(probes, "FOLDS", 2)
+    monkeypatch.setattr(probes, "LOW_SHOT_PENALTIES", (1.0, 1e-2))
     features, labels = few
     draws = [(features[part : part + 70], labels[part : part + 70]) for part in (0, 70, 140)]
     scores = few_scores(draws, *few)
@@ -204,12 +205,13 @@ def test_a_fraction_that_cannot_be_drawn_is_noted():
 
 
 def test_the_penalty_comes_from_folds_of_the_few(few, monkeypatch):
+    assert (max(LOW_SHOT_PENALTIES), min(LOW_SHOT_PENALTIES)) == (10, 1e-6)
     monkeypatch.setattr(probes, "FOLDS", 3)
+    monkeypatch.setattr(probes, "LOW_SHOT_PENALTIES", (1.0, 1e-2, 1e-4))
     features, labels = few
     draws = [(features[part : part + size], labels[part : part + size]) for part, size in ((0, 70), (70, 21), (7, 7))]
     noise = torch.randn(70, 30, generator=torch.Generator().manual_seed(1)), labels[:70]
     chosen = choose_penalties([*draws, noise], 7)
-    assert (max(LOW_SHOT_PENALTIES), min(LOW_SHOT_PENALTIES)) == (10, 1e-6)
     assert chosen[0].penalty in LOW_SHOT_PENALTIES
     assert chosen[0].held_out > 0.4 > 0.35 > chosen[3].held_out
     # With one image per class nothing can be held out.

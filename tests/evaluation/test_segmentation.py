@@ -80,31 +80,6 @@ def test_measures_are_their_definitions(shape):
     assert len(set(values)) > 3 or min(shape) < 3
 
 
-def test_the_tolerance_is_a_disk_with_its_rim():
-    """Two crossings of an image whose tolerance is 5 pixels: (3, 4) apart is near, (4, 4) is not."""
-    shape = (300, 520)
-    assert math.ceil(0.008 * math.hypot(*shape)) == 5
-
-    def pixel(y, x):
-        mask = np.zeros(shape, dtype=bool)
-        mask[y, x] = True
-        return mask
-
-    assert contour_accuracy(pixel(100, 100), pixel(103, 104)) == 1
-    assert contour_accuracy(pixel(100, 100), pixel(100, 105)) == 1
-    # Each boundary has four pixels, of which the two or one nearest ones stay in reach.
-    assert 0 < contour_accuracy(pixel(100, 100), pixel(104, 104)) < 1
-    assert contour_accuracy(pixel(100, 100), pixel(107, 107)) == 0
-
-
-def test_masks_without_contour():
-    empty, full, some = np.zeros((9, 9), bool), np.ones((9, 9), bool), np.eye(9, dtype=bool)
-    assert contour_accuracy(empty, empty) == contour_accuracy(full, full) == contour_accuracy(full, empty) == 1
-    assert contour_accuracy(empty, some) == contour_accuracy(some, empty) == contour_accuracy(some, full) == 0
-    assert region_similarity(empty, empty) == region_similarity(full, full) == 1
-    assert region_similarity(full, empty) == region_similarity(empty, some) == 0
-
-
 @pytest.mark.parametrize(
     ("frames", "first", "last"),
     [
