@@ -14,7 +14,7 @@ from stop_mim.evaluation.task import TASKS, FeatureTask, Task
 from stop_mim.results import Score
 
 if TYPE_CHECKING:
-    from stop_mim.data.labelled import LabelledSet, draw_fraction, draw_per_class, read_image_list
+    from stop_mim.data.labelled import LabelledSet
     from stop_mim.evaluation.features import LabelledFeatures
     from stop_mim.evaluation.protocols import Protocol
 
@@ -59,6 +59,7 @@ class FewLabels(Task):
     @cached_property
     def draws(self) -> dict[str, list[np.ndarray]]:
         """The labelled images of each draw, by amount ("list" for a list), as sorted indices of the source."""
+        from stop_mim.data.labelled import draw_fraction, draw_per_class, read_image_list
 
         few, data, seed = self.few, self.data.train, self.config.seed
 
