@@ -99,13 +99,9 @@ def make_executor(config: LaunchConfig, logs: Path, name: str = "stop-mim") -> "
 
 
 def submit(arguments: Sequence[str], config: LaunchConfig, logs: Path, run: Path | None) -> tuple[str, list[Path]]:
-    """Submit a command; return the job's number and the log of every process.
+    """Submit a command of `stop-mim`; return the job's number and the log of every process.
 
-    Args:
-        arguments: of `stop-mim`; the launch options are left out.
-        config: the job.
-        logs: directory of the logs.
-        run: the run that the command trains; once it has begun, a requeued job resumes it.
+    `run` is the run that the command trains: once it has begun, a requeued job resumes it.
     """
     executor = make_executor(config, logs, f"stop-mim {arguments[0]}")
     job = executor.submit(Command(PROGRAM, list(without_launch(arguments)), run))

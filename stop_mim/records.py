@@ -16,22 +16,13 @@ MOST = 2**63 - 1
 SHOWN = 40
 
 
-def read_json(path: Path, remedy: str) -> Any:
-    """Return the contents of a JSON file; raise InputError, with the path and the remedy, if it cannot be parsed."""
-    try:
-        return json.loads(path.read_bytes())
-    # A file that is nested too deeply is a RecursionError.
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read ({first_line(error)}): {remedy}.") from error
-
-
 def read_record(path: Path, kind: Any, remedy: str) -> Any:
-    """Return the contents of a JSON file as a value of that type; anything else is an InputError."""
-    plain = read_json(path, remedy)
+    """Return the contents of a JSON file as a value of that type; anything else is an InputError with path and remedy."""
     try:
-        return from_plain(kind, plain)
-    except InputError as error:
-        raise InputError(f"{path} cannot be read ({str(error).rstrip('.')}): {remedy}.") from error
+        return from_plain(kind, json.loads(path.read_bytes()))
+    # An InputError is a ValueError; a file that is nested too deeply is a RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error).rstrip('.')}): {remedy}.") from error
 
 
 def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:

@@ -37,14 +37,10 @@ def accelerate(
 
     Args:
         step: the plain step; its objective is changed in place.
-        speed: where `compile` or `graph` is None, device, number of processes and `steps` decide. Sharded models are
-            neither compiled nor captured.
-        steps: length of the whole run.
-        say: shows a message.
-        warn: shows a warning.
-        fixed_shapes: whether all batches have the same shapes. Others are compiled again and again, and not captured.
+        speed: where `compile` or `graph` is None, device, number of processes and `steps`, the length of the whole run,
+            decide. Sharded models are neither compiled nor captured.
+        fixed_shapes: whether all batches have the same shapes; others would be compiled again and again.
     """
-    require_possible(speed, step.ranks)
     sharded = speed.sharding != "none"
     use_fast_kernels(step.objective, speed.precision, step.ranks.device, speed.recompute, calls_layers=sharded)
     worthwhile = step.ranks.device.type == "cuda" and fixed_shapes and not sharded
@@ -107,8 +103,6 @@ class CapturedStep:
 
     def __call__(self, batches: MaskedBatches, values: ScheduledValues, seed: int) -> Outcome:
         """Take a step."""
-        if not self._is_given_up and self._inputs and _shapes(batches) != _shapes(self._inputs):
-            self._give_up("the shapes of its batches change")
         if self._is_given_up:
             return self._first(batches, values, seed)
         if self._plain_steps < STEPS_BEFORE_CAPTURE:
@@ -181,10 +175,6 @@ def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _shapes(batches: MaskedBatches) -> list[tuple[torch.Size, ...]]:
-    return [(images.shape, masks.context.shape, masks.targets.shape) for images, masks in batches]
 
 
 def is_compiled(objective: Objective) -> bool:

@@ -90,10 +90,7 @@ def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
 def begin_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Future[Any]:
     """Copy this process's shards and write them to a directory in the background; all processes must call it.
 
-    Args:
-        tensors: tensors by name, sharded or the same in all processes.
-        folder: a directory that exists.
-        group: a process group of its own, in which the processes wait for one another in the background.
+    `group` is a process group of its own, in which the processes wait for one another in the background.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     kept = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -113,9 +110,7 @@ def finish_save(folder: Path, path: Path, step: int, state: Mapping[str, Any]) -
 def read_sharded(path: Path, whole: bool = True) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
     """Return step, tensors and plain values of a directory; raise InputError if something is missing or damaged.
 
-    Args:
-        path: the directory.
-        whole: put all tensors together; otherwise those of model and optimiser are on the meta device, for `load_shards`.
+    Unless `whole` is set, tensors of model and optimiser are on the meta device, for `load_shards`.
     """
     try:
         contents = json.loads((path / STATE_FILE).read_text())

@@ -36,7 +36,14 @@ def open_checkpoint(
             continue
         if damaged and not or_older:
             raise InputError(f"{damaged[0]} The checkpoint of step {saved.step} is good: --or-older takes it.")
-        check_version(saved, file)
+        version = saved.state.get("run", {}).get("version")
+        if isinstance(version, int) and version > CHECKPOINT_VERSION:
+            raise NewerCheckpoint(file)
+        if version != CHECKPOINT_VERSION:
+            # Its runs would continue with other random draws.
+            raise InputError(
+                f"{file} was saved by another version of stop-mim, whose runs cannot be resumed: start a new run."
+            )
         return saved, damaged
     if damaged:
         raise damaged[0]
@@ -45,17 +52,6 @@ def open_checkpoint(
             f"{folder.path} was to begin with {weights}, which was never saved: start it again with another --out."
         )
     return None, []
-
-
-def check_version(saved: Checkpoint, file: Path) -> None:
-    """Refuse a checkpoint of another version, whose runs continue with other random draws."""
-    version = saved.state.get("run", {}).get("version")
-    if isinstance(version, int) and version > CHECKPOINT_VERSION:
-        raise NewerCheckpoint(file)
-    if version != CHECKPOINT_VERSION:
-        raise InputError(
-            f"{file} was saved by another version of stop-mim, whose runs cannot be resumed: start a new run."
-        )
 
 
 def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:

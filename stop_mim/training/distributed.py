@@ -96,7 +96,6 @@ def share(
 
     Args:
         model: the same weights in every process.
-        ranks: this process among all.
         sharding: "none": every process has all weights (DDP); "full" and "hybrid": see `SpeedConfig.sharding` (FSDP2).
         half: gather the sharded weights of layers in bf16, on a GPU. What is updated, and gradients, stay fp32.
         reshard: gather sharded weights again for the backward pass.

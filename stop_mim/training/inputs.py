@@ -1,7 +1,7 @@
 """The inputs of a pretraining step: batches of images, each with its masks."""
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import count, repeat
 from pathlib import Path
@@ -55,10 +55,7 @@ class StepInputs:
     ) -> Batches:
         """Open the images of this process; those that are kept in memory are decoded now.
 
-        Args:
-            bad_images_file: lists images that cannot be read; the next good image takes the place of each.
-            progress: shows the decoding.
-            show: shows a message for each of the first images that cannot be read.
+        The file lists images that cannot be read, whose place the next good ones take; the first of them are shown too.
         """
         config, speed, ranks, encoder = self.config, self.config.speed, self.ranks, self._encoder
         source, size = open_data(config), (self.per_device, config.seed, ranks.rank, ranks.world_size)
@@ -97,11 +94,8 @@ class StepInputs:
         """Yield the inputs of every step from the first on, made ahead on a GPU."""
         # Closed at the end, so that the workers of a run that fails end with it.
         with closing(images.starting_at(first_step * self.batches_per_step)) as batches:
-            yield from prefetched(self._with_masks(batches, first_step), self.ranks.device)
-
-    def _with_masks(self, batches: Iterator[Batch], first_step: int) -> Iterator[MaskedBatches]:
-        for step in count(first_step):
-            yield [(next(batches).images, masks) for masks in self.draw_masks(step)]
+            steps = ([(next(batches).images, masks) for masks in self.draw_masks(step)] for step in count(first_step))
+            yield from prefetched(steps, self.ranks.device)
 
 
 class SyntheticImages:

@@ -3,7 +3,7 @@
 A variant is `dataclasses.replace`, or an option on the command line. A plugin adds its own with `RECIPES.register(name)`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from stop_mim.errors import InputError
@@ -371,46 +371,35 @@ def data2vec_tiny_imagenet() -> TrainConfig:
     )
 
 
-def register_twins(names: str, originals: str, sizes: Sequence[str], positions: PositionsConfig, summary: str) -> None:
-    """Register recipes that differ from others in their positions alone.
+def register_twin(name: str, original: str, positions: PositionsConfig, summary: str) -> None:
+    """Register a recipe that differs from another in its positions alone."""
+    recipe = RECIPES[original]
 
-    Args:
-        names: name of a twin, with {} for the size.
-        originals: name of its original, with {} for the size.
-        sizes: such as vitb16.
-        positions: the positions of the twins.
-        summary: first line of their docstrings, with {} for the name of the original.
-    """
-    for size in sizes:
-        name, original = names.format(size), RECIPES[originals.format(size)]
+    def twin() -> TrainConfig:
+        return replace(recipe(), positions=positions)
 
-        def twin(original: Recipe = original) -> TrainConfig:
-            return replace(original(), positions=positions)
-
-        command = (original.__doc__ or "").splitlines()[2].replace(originals.format(size), name)
-        twin.__doc__ = f"{summary.format(originals.format(size))}\n\n{command}\n    "
-        RECIPES.register(name)(twin)
+    command = (recipe.__doc__ or "").splitlines()[2].replace(original, name)
+    twin.__doc__ = f"{summary}\n\n{command}\n    "
+    RECIPES.register(name)(twin)
 
 
-VIT_SIZES = ("vitb16", "vitl16", "vith14")
-register_twins(
-    "ijepa-{}",
-    "stop-{}",
-    ("tiny-imagenet",),
+register_twin(
+    "ijepa-tiny-imagenet",
+    "stop-tiny-imagenet",
     SINCOS,
-    "I-JEPA counterpart of {}: fixed sine-cosine positions and a learned mask token.",
+    "I-JEPA counterpart of stop-tiny-imagenet: fixed sine-cosine positions and a learned mask token.",
 )
-register_twins(
-    "stop-mae-{}",
-    "mae-{}",
-    (*VIT_SIZES, "tiny-imagenet"),
-    STOP,
-    "StoP counterpart of {}: stochastic positions of the decoder's masked tokens (the paper reports no success).",
-)
-register_twins(
-    "stop-data2vec-{}",
-    "data2vec-{}",
-    ("vitb16", "tiny-imagenet"),
-    STOP,
-    "StoP counterpart of {}: stochastic positions of masked patches, with the patch embedding as A.",
-)
+for size in ("vitb16", "vitl16", "vith14", "tiny-imagenet"):
+    register_twin(
+        f"stop-mae-{size}",
+        f"mae-{size}",
+        STOP,
+        f"StoP counterpart of mae-{size}: stochastic positions of the decoder's masked tokens (the paper reports no success).",
+    )
+for size in ("vitb16", "tiny-imagenet"):
+    register_twin(
+        f"stop-data2vec-{size}",
+        f"data2vec-{size}",
+        STOP,
+        f"StoP counterpart of data2vec-{size}: stochastic positions of masked patches, with the patch embedding as A.",
+    )

@@ -68,9 +68,7 @@ class TrainingStep:
         model: the objective, or the objective wrapped for several processes.
         objective: the objective itself.
         optimiser: from `make_optimiser`.
-        ranks: this process and its device.
         autocast: context of the forward pass.
-        clip_gradient_norm: largest norm of the gradient; None for no limit.
         decay_mask_token: whether weight decay applies to the mask token m̃ too.
     """
 

@@ -154,8 +154,10 @@ class Trainer:
         while self.done < self.end and self.interrupted_by is None:
             batch, outcome = self.take_step(batches)
             unread.append(outcome)
-            # Reading waits for the device, except on the CPU. Several processes agree to stop only where they read.
-            reads = self.ranks.device.type == "cpu" or self.done == self.end or self._reads_here()
+            # Reading waits for the device, except on the CPU. Several processes agree to stop only where they read: all
+            # callbacks are asked in all processes.
+            asked = any(callback.reads(self.done) for callback in self.callbacks)
+            reads = self.ranks.device.type == "cpu" or self.done == self.end or asked
             if (reads or self.ranks.world_size == 1) and any_rank(bool(interruption), self.ranks):
                 self.interrupted_by = interruption.signal_name or "another process"
             outcomes: list[StepOutcome] = []
@@ -177,10 +179,6 @@ class Trainer:
         outcome = self.step(batch, self.values, derive_seed(self.seed, "step", self.done, 0))
         self.done += 1
         return batch, outcome
-
-    def _reads_here(self) -> bool:
-        """Whether some callback reads here; asked of all callbacks, so that all processes read at the same steps."""
-        return any(callback.reads(self.done) for callback in self.callbacks)
 
     def _judge(self, outcomes: Sequence[StepOutcome]) -> None:
         """Count steps that were skipped because their loss was not finite."""

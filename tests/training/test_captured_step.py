@@ -15,7 +15,7 @@ from stepping import (
 )
 from tiny_run import tiny_config, write_images
 
-from stop_mim.masking import Masks, MultiBlockMasks
+from stop_mim.masking import Masks
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, SpeedConfig
 from stop_mim.training.pretrain import resume, train
@@ -137,19 +137,6 @@ def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
     # on another stream. bf16 rounds to 0.4%, and the loss is a mean over thousands of such values.
     assert losses["parts"] == pytest.approx(losses["whole"], rel=1e-3)
     assert losses["plain"] == pytest.approx(losses["whole"], rel=1e-3)
-
-
-@pytest.mark.gpu
-def test_batches_of_changing_shapes_are_trained_on_plainly():
-    def batches(number):
-        sampler = MultiBlockMasks(4, context_tokens=3 if number < 5 else 2)
-        return on_device(make_batches(number, sampler=sampler))
-
-    step, warned = gpu_step(), []
-    accelerated = accelerate(step, SpeedConfig(compile=False, graph=True), 100, silent, warned.append)
-    assert all(outcome.updated for outcome in take(accelerated, range(8), batches))
-    assert len(warned) == 1
-    assert "the shapes of its batches change" in warned[0]
 
 
 @pytest.mark.gpu
