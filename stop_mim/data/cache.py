@@ -74,10 +74,13 @@ def cached_file(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return CachedFile(path, _write(path, write, checked), fresh=True)
     except OSError as error:
-        raise CacheError(
-            f"The cache folder {path.parent} cannot be written ({error.strerror or error}): set STOP_MIM_CACHE to a "
-            "folder with room."
-        ) from error
+        raise _not_written(path.parent, error.strerror or str(error)) from error
+
+
+def _not_written(folder: Path, reason: str) -> CacheError:
+    return CacheError(
+        f"The cache folder {folder} cannot be written ({reason}): set STOP_MIM_CACHE to a folder with room."
+    )
 
 
 def is_cached(path: Path) -> bool:
@@ -130,9 +133,7 @@ def cache_folder() -> Path:
 def require_writable_cache(folder: Path) -> None:
     """Raise CacheError if nothing can be written in a folder of the cache; for use before long work."""
     if refusal := why_not_written(folder):
-        raise CacheError(
-            f"The cache folder {folder} cannot be written ({refusal}): set STOP_MIM_CACHE to a folder with room."
-        )
+        raise _not_written(folder, refusal)
 
 
 def download_folder() -> Path:

@@ -80,7 +80,7 @@ def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
         name = source.image_name(index)
         if (stem := _base_stem(name)) in names:
             names[stem][index] = name
-    matches = {line: _best_matches(line, names[_base_stem(line)]) for line in lines}
+    matches = {line: _matches(line, names[_base_stem(line)]) for line in lines}
     if missing := [line for line, found in matches.items() if not found]:
         raise InputError(
             f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
@@ -150,15 +150,10 @@ def _read_lines(path: Path) -> list[str]:
     return names
 
 
-def _best_matches(line: str, names: dict[int, str]) -> list[int]:
-    """Return the indices that match best: the whole name, then part of its path, then both without their extensions."""
-    rules: tuple[Callable[[str], bool], ...] = (
-        lambda name: name == line,
-        lambda name: _agree(name, line),
-        lambda name: _agree(_stem(name), _stem(line)),
-    )
-    matches = ([index for index, name in names.items() if rule(name)] for rule in rules)
-    return next(filter(None, matches), [])
+def _matches(line: str, names: dict[int, str]) -> list[int]:
+    """Return the indices of the whole name, or else of those that agree but for the extension and a part of the path."""
+    exact = [index for index, name in names.items() if name == line]
+    return exact or [index for index, name in names.items() if _agree(_stem(name), _stem(line))]
 
 
 def _agree(name: str, other: str) -> bool:

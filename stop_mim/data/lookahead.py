@@ -52,21 +52,18 @@ def prefetched(items: Iterator[Item], device: torch.device, depth: int = 0) -> G
             if item is end:
                 return
             if made is not None:
-                _hand_over(item, made, torch.cuda.current_stream(device))
+                consumer = torch.cuda.current_stream(device)
+                consumer.wait_event(made)
+                for tensor in _tensors(item):
+                    if tensor.is_cuda:
+                        # Or its memory would be given to the next item while it is still read.
+                        tensor.record_stream(consumer)
             yield cast(Item, item)
     finally:
         if maker is not None:
             maker.shutdown(cancel_futures=True)
         if isinstance(items, Generator):
             items.close()
-
-
-def _hand_over(item: object, made: torch.cuda.Event, consumer: torch.cuda.Stream) -> None:
-    consumer.wait_event(made)
-    for tensor in _tensors(item):
-        if tensor.is_cuda:
-            # Or its memory would be given to the next item while it is still read.
-            tensor.record_stream(consumer)
 
 
 def _tensors(item: object) -> Iterator[Tensor]:
