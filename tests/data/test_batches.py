@@ -155,9 +155,6 @@ def test_a_jpeg_that_is_cut_off_is_replaced_or_left_out(tmp_path):
         replaced = by_image(make(source, mode, 0, order, PLAIN, (24, 24), replace_bad=True), 1)
         torch.testing.assert_close(replaced[0, 7], replaced[0, 8])
         assert (0, 7) not in by_image(make(source, mode, 0, order, PLAIN, (24, 24)), 1)
-    view = TestView((16, 16), 18)
-    (scored,) = take(make(source, "streaming", 0, SequentialOrder(16, 16), view=view), 1)
-    assert scored.indices.tolist() == [index for index in range(16) if index != 7]
     pixels, bad = read_or_next(source, 7)
     assert torch.equal(pixels, source.read(8))
     assert [line.split(":")[0] for line in bad] == [source.describe(7)]
@@ -387,14 +384,6 @@ def decoded_by(decoder, source, workers=2, **options):
 @pytest.fixture
 def jpegs(tmp_path):
     return write_pictures(tmp_path / "set", 24, sizes=((30, 50), (31, 49), (36, 46)), kinds=("jpg",))
-
-
-def test_crops_that_are_decoded_on_a_gpu_are_those_of_the_cpu(jpegs):
-    source, decoder = open_source(str(jpegs)), StandIn()
-    expected = by_image(make(source, "streaming"), 6)
-    found = by_image(decoded_by(decoder, source), 6)
-    assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
-    assert decoder.decoded == {path.read_bytes() for path in jpegs.iterdir()}
 
 
 def test_what_a_gpu_cannot_decode_is_decoded_on_the_cpu(jpegs, monkeypatch):

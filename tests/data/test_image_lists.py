@@ -62,11 +62,6 @@ def test_a_line_may_tell_more_or_less_of_the_path(tmp_path, line):
     assert found(tmp_path, line) == [3]
 
 
-def test_names_without_extension_or_folder_are_found_by_longer_lines(tmp_path):
-    assert found(tmp_path, "dir/b.jpg\n", Named("dir/a", "dir/b")) == [1]
-    assert found(tmp_path, "n01/x.JPEG\n", Named("y.JPEG", "x.JPEG")) == [1]
-
-
 def test_the_lists_of_the_releases_are_read_as_they_are(tmp_path):
     """SimCLR's 1percent.txt, which MSN, I-JEPA and StoP use too, for folders and for the hub's parquet files."""
     content = "n02096294_8485.JPEG\nn04235860_14959.JPEG\n"

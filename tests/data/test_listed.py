@@ -85,12 +85,6 @@ def test_unusable_lists_of_places205_are_refused(tmp_path, content, message):
     assert re.search(message, refusal(tmp_path))
 
 
-def test_a_list_of_places205_that_is_not_there(places205):
-    for path in places205.rglob("val_places205.csv"):
-        path.unlink()
-    assert refusal(places205, "test") == f"{places205} has no split 'test': choose one of train."
-
-
 # iNaturalist 2018
 
 
@@ -129,12 +123,6 @@ def test_inaturalist_in_its_own_layout(inaturalist):
     assert refusal(inaturalist, "test") == f"{inaturalist} has no split 'test': choose one of train."
 
 
-def test_labels_enter_the_fingerprint(inaturalist):
-    before = open_source(str(inaturalist)).fingerprint()
-    write_annotations(inaturalist, "train", [("train_val2018/Fungi/1/c.jpg", 0), ("train_val2018/Aves/0/a.jpg", 0)])
-    assert open_source(str(inaturalist)).fingerprint() != before
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -153,9 +141,3 @@ def test_unusable_annotations_are_refused(inaturalist, changed, message):
     assert re.search(message, refusal(inaturalist))
     (inaturalist / "train2018.json").write_text("{")
     assert "JSONDecodeError" in refusal(inaturalist)
-
-
-def test_a_folder_with_the_name_of_annotations_is_none(tmp_path):
-    write(tmp_path / "a.png", 4)
-    (tmp_path / "train2018.json").mkdir()
-    assert shades(open_source(str(tmp_path))) == [4]
