@@ -10,7 +10,7 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_positions
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.objective import OBJECTIVES, TargetObjective, top_layers
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed, top_layers
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import PROJECTION_INIT_STD
 
@@ -99,8 +99,8 @@ class Data2Vec(TargetObjective):
     def target_features(self, images: Images, masks: Masks) -> Features:
         """Return the teacher's features of the masked patches; it sees the whole image."""
         outputs = top_layers(self.target, images, self.target_layers, final_norm=False)
-        mean = torch.stack([F.layer_norm(tokens, tokens.shape[-1:]) for tokens in outputs]).mean(0)
-        return F.layer_norm(gather_patches(mean, masks.targets.flatten(1)), mean.shape[-1:])
+        mean = torch.stack([layer_normed(tokens) for tokens in outputs]).mean(0)
+        return layer_normed(gather_patches(mean, masks.targets.flatten(1)))
 
 
 @OBJECTIVES.register("data2vec")

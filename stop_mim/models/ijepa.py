@@ -15,7 +15,7 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
 from stop_mim.models.encoder import Encoder, gather_patches
-from stop_mim.models.objective import OBJECTIVES, TargetObjective, top_layers
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed, top_layers
 from stop_mim.models.predictor import Noise, Predictor
 from stop_mim.positions import Grid
 
@@ -89,19 +89,21 @@ class IJEPA(TargetObjective):
 
     @torch.no_grad()
     def target_features(self, images: Images, masks: Masks) -> Features:
-        """Return the layer-normed features of the target blocks; the target encoder sees the whole image.
-
-        Features at half the resolution, where there are any, follow those of the patches.
-        """
+        """Return the layer-normed features of the target blocks; the target encoder sees the whole image."""
         wanted, blocks = masks.targets.flatten(1), masks.targets.shape[1:]
         if self.target_layers == 1 and self.target_resolution == "full":
-            tokens = self.tokens_at(self.target, images, wanted).float()
-            return F.layer_norm(tokens, tokens.shape[-1:]).unflatten(1, blocks)
-        maps = [torch.stack(top_layers(self.target, images, self.target_layers, final_norm=True)).mean(0)]
-        if self.target_resolution != "full":
-            maps.append(lower_resolution(maps[0], self.target.grid_of(images), self.target_resolution))
-        normed = torch.cat([F.layer_norm(tokens, tokens.shape[-1:]) for tokens in maps], dim=-1)
-        return gather_patches(normed, wanted).unflatten(1, blocks)
+            features = layer_normed(self.tokens_at(self.target, images, wanted).float())
+        else:
+            features = gather_patches(self._other_targets(images), wanted)
+        return features.unflatten(1, blocks)
+
+    def _other_targets(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
+        """Return the mean of several layers, followed by features at half the resolution, where there are any."""
+        mean = torch.stack(top_layers(self.target, images, self.target_layers, final_norm=True)).mean(0)
+        if self.target_resolution == "full":
+            return layer_normed(mean)
+        lower = lower_resolution(mean, self.target.grid_of(images), self.target_resolution)
+        return torch.cat([layer_normed(mean), layer_normed(lower)], dim=-1)
 
 
 def tokens_at(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n dim"]:

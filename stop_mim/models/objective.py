@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -141,6 +142,11 @@ class TargetObjective(Objective):
 def _own_part(parameter: Tensor) -> Tensor:
     """Return the shard of this process; a target encoder is sharded as its encoder is, so that nothing has to be gathered."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def layer_normed(tokens: Float[Tensor, "batch n dim"]) -> Float[Tensor, "batch n dim"]:
+    """Return tokens of mean 0 and variance 1."""
+    return F.layer_norm(tokens, tokens.shape[-1:])
 
 
 def top_layers(
