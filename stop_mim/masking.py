@@ -31,6 +31,10 @@ RELEASE_IMAGES, RELEASE_DRAWS = 64, 20
 BLOCKWISE_DRAWS = 16
 
 
+Device = torch.device | str
+Generator = torch.Generator | None
+
+
 @dataclass(frozen=True)
 class Masks:
     """Patch indices, row-major over the grid and ascending: context patches and target blocks of each image."""
@@ -60,9 +64,7 @@ class MaskSampler(Protocol):
         """Whether the masks of all batches have the same shape."""
         ...
 
-    def sample(
-        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
-    ) -> Masks:
+    def sample(self, batch_size: int, device: Device = "cpu", generator: Generator = None) -> Masks:
         """Draw masks for a batch; the generator must be on the same device."""
         ...
 
@@ -110,17 +112,13 @@ class RandomMasks:
                 f"context and {self.target_tokens} target patches, and both must be at least 1."
             )
 
-    def sample(
-        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
-    ) -> Masks:
+    def sample(self, batch_size: int, device: Device = "cpu", generator: Generator = None) -> Masks:
         """Draw masks for a batch; the generator must be on the same device."""
         order = self._scores(batch_size, device, generator).argsort(dim=1)
         context, target = order.split([self.context_tokens, self.target_tokens], dim=1)
         return Masks(context.sort(dim=1).values, target.sort(dim=1).values[:, None], self.grid)
 
-    def _scores(
-        self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
-    ) -> Float[Tensor, "batch patches"]:
+    def _scores(self, batch_size: int, device: Device, generator: Generator) -> Float[Tensor, "batch patches"]:
         """Draw a number for each patch; the patches with the largest ones become targets."""
         return torch.rand(batch_size, math.prod(self.grid), device=device, generator=generator)
 
@@ -143,9 +141,7 @@ class BlockwiseMasks(RandomMasks):
         MaskConfig("blockwise", target_scale=scale, target_aspect=aspect)
         self._shapes = BlockShapes.of(self.grid, scale, aspect)
 
-    def _scores(
-        self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
-    ) -> Float[Tensor, "batch patches"]:
+    def _scores(self, batch_size: int, device: Device, generator: Generator) -> Float[Tensor, "batch patches"]:
         """Draw rectangles; the earlier a rectangle covers a patch, the larger its number."""
         shapes = self._shapes.to(torch.device(device)).draw((batch_size, BLOCKWISE_DRAWS), generator)
         blocks = _place_blocks(shapes, self.grid, generator)
@@ -232,9 +228,7 @@ class MultiBlockMasks:
                 "fewer blocks, fewer masks.context_tokens or smaller patches."
             )
 
-    def sample(
-        self, batch_size: int, device: torch.device | str = "cpu", generator: torch.Generator | None = None
-    ) -> Masks:
+    def sample(self, batch_size: int, device: Device = "cpu", generator: Generator = None) -> Masks:
         """Draw masks for a batch; the generator must be on the same device.
 
         Those of the release depend on all images of the batch, and should be drawn for `RELEASE_IMAGES`.
@@ -255,7 +249,7 @@ class MultiBlockMasks:
         return Masks(context_indices.sort(dim=-1).values, chosen.sort(dim=-1).values, self.grid)
 
     def _draw_layouts(
-        self, batch_size: int, device: torch.device | str, generator: torch.Generator | None
+        self, batch_size: int, device: Device, generator: Generator
     ) -> tuple[Bool[Tensor, "batch blocks patches"], Bool[Tensor, "batch patches"]]:
         """Draw a few layouts an image, and return the first with enough context patches."""
         targets, context = self._draw_blocks(batch_size * LAYOUT_DRAWS, device, generator)
@@ -267,7 +261,7 @@ class MultiBlockMasks:
         return targets[rows], context[rows]
 
     def _draw_blocks(
-        self, layouts: int, device: torch.device | str, generator: torch.Generator | None
+        self, layouts: int, device: Device, generator: Generator
     ) -> tuple[Bool[Tensor, "layouts blocks patches"], Bool[Tensor, "layouts patches"]]:
         target_shapes, context_shapes = self._tables_on(torch.device(device))
         targets = target_shapes.draw((layouts, self.n_blocks), generator)
@@ -279,7 +273,7 @@ class MultiBlockMasks:
             self._tables[device] = (self._target_shapes.to(device), self._context_shapes.to(device))
         return self._tables[device]
 
-    def _sample_release(self, batch_size: int, device: torch.device | str, generator: torch.Generator | None) -> Masks:
+    def _sample_release(self, batch_size: int, device: Device, generator: Generator) -> Masks:
         """Sample as the released code: one shape a batch, no last row or column, contexts cut in raster order.
 
         A context that is too small is drawn again, image by image; after `RELEASE_DRAWS` draws it may cover the last target
@@ -305,9 +299,7 @@ class MultiBlockMasks:
             "smaller patches, or masks.compat None."
         )
 
-    def _release_shape(
-        self, scale: Range, aspect: Range, device: torch.device | str, generator: torch.Generator | None
-    ) -> tuple[int, int]:
+    def _release_shape(self, scale: Range, aspect: Range, device: Device, generator: Generator) -> tuple[int, int]:
         """Draw height and width of a block from one random number."""
         chance = float(torch.rand((), device=device, generator=generator))
         area = int(math.prod(self.grid) * (scale[0] + chance * (scale[1] - scale[0])))
@@ -316,7 +308,7 @@ class MultiBlockMasks:
         return max(1, min(height, self.grid[0] - 1)), max(1, min(width, self.grid[1] - 1))
 
     def _release_blocks(
-        self, count: tuple[int, int], shape: Grid, device: torch.device | str, generator: torch.Generator | None
+        self, count: tuple[int, int], shape: Grid, device: Device, generator: Generator
     ) -> Bool[Tensor, "batch blocks patches"]:
         """Place blocks of one shape, never in the last row or column."""
         corners = torch.stack(
@@ -375,14 +367,14 @@ class BlockShapes:
     def to(self, device: torch.device) -> "BlockShapes":
         return BlockShapes(self.shapes.to(device), self.probabilities.to(device))
 
-    def draw(self, count: tuple[int, int], generator: torch.Generator | None) -> Int[Tensor, "layouts blocks 2"]:
+    def draw(self, count: tuple[int, int], generator: Generator) -> Int[Tensor, "layouts blocks 2"]:
         chance = torch.rand(count, device=self.shapes.device, generator=generator)
         drawn = torch.searchsorted(self.probabilities.cumsum(0), chance, right=True)
         return self.shapes[drawn.clamp(max=len(self.shapes) - 1)]
 
 
 def _place_blocks(
-    shapes: Int[Tensor, "layouts blocks 2"], grid: Grid, generator: torch.Generator | None
+    shapes: Int[Tensor, "layouts blocks 2"], grid: Grid, generator: Generator
 ) -> Bool[Tensor, "layouts blocks patches"]:
     """Place blocks of these shapes uniformly on the grid, including its last row and column."""
     limits = torch.stack([torch.full_like(shapes[..., axis], grid[axis]) for axis in (0, 1)], dim=-1)

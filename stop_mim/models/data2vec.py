@@ -10,11 +10,11 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_positions
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
+from stop_mim.models.layers import Images
 from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed, top_layers
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import PROJECTION_INIT_STD
 
-Images = Float[Tensor, "batch 3 height width"]
 Features = Float[Tensor, "batch n_masked dim"]
 
 

@@ -26,7 +26,15 @@ from stop_mim.files import write_atomically
 from stop_mim.models.config import EncoderSize, Initialisation
 from stop_mim.models.hub_encoder import HubEncoder
 from stop_mim.models.kernels.short_attention import ShortAttention
-from stop_mim.models.layers import Pool, initialise_transformer, patch_grid, pool_tokens, require_layers, run_layer
+from stop_mim.models.layers import (
+    Images,
+    Pool,
+    initialise_transformer,
+    patch_grid,
+    pool_tokens,
+    require_layers,
+    run_layer,
+)
 from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
 from stop_mim.positions import Grid, SinCosPositions
 
@@ -89,14 +97,12 @@ class Encoder(nn.Module):
         self.preprocessing = STANDARD
 
     def forward(
-        self, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"] | None = None
+        self, images: Images, indices: Int[Tensor, "batch n"] | None = None
     ) -> Float[Tensor, "batch n_patches dim"]:
         """Return normed tokens of all patches, or see and return only those with these row-major indices."""
         return self.transform_tokens(self.embed_patches(images, indices))[:, self.vit.num_prefix_tokens :]
 
-    def embed(
-        self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
-    ) -> Float[Tensor, "batch layers_times_dim"]:
+    def embed(self, images: Images, layers: int = 1) -> Float[Tensor, "batch layers_times_dim"]:
         """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
         require_layers(layers, self.depth)
         tokens, pooled = self.embed_patches(images), []
@@ -108,7 +114,7 @@ class Encoder(nn.Module):
         return torch.cat(pooled, dim=1)
 
     def embed_patches(
-        self, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"] | None = None
+        self, images: Images, indices: Int[Tensor, "batch n"] | None = None
     ) -> Float[Tensor, "batch n_tokens dim"]:
         """Return the tokens before the first layer, prefix tokens included, of all patches or of those with these indices."""
         vit = self.vit
@@ -134,7 +140,7 @@ class Encoder(nn.Module):
             tokens = run_layer(block, tokens, self.recompute)
         return self.vit.norm(tokens)
 
-    def positions_for(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "1 n_patches dim"]:
+    def positions_for(self, images: Images) -> Float[Tensor, "1 n_patches dim"]:
         """Return the positions for images of this size, for an encoder without prefix tokens."""
         grid, positions = self.grid_of(images), self.vit.pos_embed
         if grid == self.grid:
@@ -146,7 +152,7 @@ class Encoder(nn.Module):
         """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
         return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
 
-    def grid_of(self, images: Float[Tensor, "batch 3 height width"]) -> Grid:
+    def grid_of(self, images: Images) -> Grid:
         """Return rows and columns of patches of images of this size."""
         return patch_grid(images, self.patch_size)
 

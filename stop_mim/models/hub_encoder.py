@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.layers import Pool, patch_grid, pool_tokens, require_layers
+from stop_mim.models.layers import Images, Pool, patch_grid, pool_tokens, require_layers
 from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
 from stop_mim.positions import Grid
 
@@ -53,14 +53,12 @@ class HubEncoder(nn.Module):
         """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size."""
         return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
 
-    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch n_patches dim"]:
+    def forward(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
         """Return normed tokens of all patches."""
         n_patches = math.prod(patch_grid(images, self.patch_size))
         return self.model.layernorm(self._run(images)[-1])[:, -n_patches:]
 
-    def embed(
-        self, images: Float[Tensor, "batch 3 height width"], layers: int = 1
-    ) -> Float[Tensor, "batch layers_times_dim"]:
+    def embed(self, images: Images, layers: int = 1) -> Float[Tensor, "batch layers_times_dim"]:
         """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
         require_layers(layers, self.depth)
         n_patches = math.prod(patch_grid(images, self.patch_size))

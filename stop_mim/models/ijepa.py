@@ -15,11 +15,11 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
 from stop_mim.models.encoder import Encoder, gather_patches
+from stop_mim.models.layers import Images
 from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed, top_layers
 from stop_mim.models.predictor import Noise, Predictor
 from stop_mim.positions import Grid
 
-Images = Float[Tensor, "batch 3 height width"]
 Features = Float[Tensor, "batch n_blocks n_target dim"]
 
 

@@ -14,6 +14,7 @@ from stop_mim.models.config import Initialisation
 from stop_mim.positions import Grid
 
 Pool = Literal["mean", "cls"]
+Images = Float[Tensor, "batch 3 height width"]
 
 
 def initialise_transformer(

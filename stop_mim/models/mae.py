@@ -11,12 +11,12 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
+from stop_mim.models.layers import Images
 from stop_mim.models.objective import OBJECTIVES, Objective
 from stop_mim.models.predictor import Noise, Predictor
 
 VARIANCE_EPS = 1e-6
 
-Images = Float[Tensor, "batch 3 height width"]
 Pixels = Float[Tensor, "batch n_blocks n_target pixels"]
 
 

@@ -14,6 +14,7 @@ from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder
+from stop_mim.models.layers import Images
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import Positions
 from stop_mim.registry import Registry
@@ -26,9 +27,7 @@ class Objective(nn.Module, ABC):
     """The encoder that is trained."""
 
     @abstractmethod
-    def forward(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, noise: Noise | None = None
-    ) -> Float[Tensor, ""]:
+    def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
         """Return the loss of a batch; without `noise`, stochastic positions draw it themselves, in training."""
 
     @property
@@ -46,7 +45,7 @@ class Objective(nn.Module, ABC):
         """The positions of masked tokens."""
         return self.masked_tokens.positions
 
-    def require_fit(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> None:
+    def require_fit(self, images: Images, masks: Masks) -> None:
         """Raise InputError unless images, masks and positions have the encoder's grid; it never waits for a GPU."""
         if torch.compiler.is_compiling():
             return
@@ -118,13 +117,11 @@ class TargetObjective(Objective):
         return self.target
 
     @abstractmethod
-    def predict(
-        self, images: Float[Tensor, "batch 3 height width"], masks: Masks, noise: Noise | None = None
-    ) -> Tensor:
+    def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Tensor:
         """Return the features of the target patches as predicted from the context."""
 
     @abstractmethod
-    def target_features(self, images: Float[Tensor, "batch 3 height width"], masks: Masks) -> Tensor:
+    def target_features(self, images: Images, masks: Masks) -> Tensor:
         """Return the features of the target patches that the target encoder computes from the whole image."""
 
     @torch.no_grad()
@@ -150,7 +147,7 @@ def layer_normed(tokens: Float[Tensor, "batch n dim"]) -> Float[Tensor, "batch n
 
 
 def top_layers(
-    encoder: Encoder, images: Float[Tensor, "batch 3 height width"], layers: int, final_norm: bool
+    encoder: Encoder, images: Images, layers: int, final_norm: bool
 ) -> list[Float[Tensor, "batch n_patches dim"]]:
     """Return the patch tokens of the last layers, after the encoder's last norm or not."""
     return encoder.vit.forward_intermediates(

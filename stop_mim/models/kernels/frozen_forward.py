@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches, peculiarity
 from stop_mim.models.kernels.short_attention import attend
+from stop_mim.models.layers import Images
 
 
 def has_frozen_forward(encoder: Encoder) -> bool:
@@ -22,9 +23,7 @@ def has_frozen_forward(encoder: Encoder) -> bool:
 
 
 @torch.no_grad()
-def frozen_tokens(
-    encoder: Encoder, images: Float[Tensor, "batch 3 height width"], indices: Int[Tensor, "batch n"]
-) -> Float[Tensor, "batch n dim"]:
+def frozen_tokens(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n dim"]:
     """Return normed tokens of the patches with these indices, in bf16; the encoder sees the whole image."""
     with torch.autocast(images.device.type, enabled=False):
         tokens = _embed(encoder, images.bfloat16())
@@ -33,7 +32,7 @@ def frozen_tokens(
         return _norm(encoder.vit.norm, _last_layer(encoder.vit.blocks[-1], tokens, indices))
 
 
-def _embed(encoder: Encoder, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch n dim"]:
+def _embed(encoder: Encoder, images: Images) -> Float[Tensor, "batch n dim"]:
     projection = encoder.vit.patch_embed.proj
     patches = cut_patches(images, encoder.patch_size)
     embedded = F.linear(patches, projection.weight.flatten(1).bfloat16(), projection.bias.bfloat16())
