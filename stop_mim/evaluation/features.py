@@ -111,7 +111,7 @@ def encoder_fingerprint(encoder: FrozenEncoder) -> str:
     epsilons and so on.
     """
     weights = encoder.state_dict()
-    network = encoder.vit if isinstance(encoder, Encoder) else encoder.model
+    network = encoder.vit if isinstance(encoder, Encoder) else encoder.get_submodule("model")
     layers = [(name, type(layer).__name__, _numbers(layer)) for name, layer in network.named_modules()]
     tensors = (
         part

@@ -5,7 +5,7 @@ Its weights have timm's names, so that timm loads what is trained here.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,23 +20,15 @@ from timm.layers import Attention, LayerNorm, Mlp, resample_abs_pos_embed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
+from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.models.config import EncoderSize, Initialisation
-from stop_mim.models.hub_encoder import HubEncoder
+from stop_mim.models.frozen_encoder import FrozenEncoder
 from stop_mim.models.kernels.short_attention import ShortAttention
-from stop_mim.models.layers import (
-    Images,
-    Pool,
-    initialise_transformer,
-    patch_grid,
-    pool_tokens,
-    require_layers,
-    run_layer,
-)
-from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
-from stop_mim.positions import Grid, SinCosPositions
+from stop_mim.models.layers import Images, initialise_transformer, run_layer
+from stop_mim.models.preprocessing import STANDARD, Preprocessing
+from stop_mim.positions import SinCosPositions
 
 ENCODER_FILE = "encoder.safetensors"
 FILE_FORMAT = "stop-mim encoder"
@@ -65,7 +57,7 @@ SIZES: dict[str, Dimensions] = {
 }
 
 
-class Encoder(nn.Module):
+class Encoder(FrozenEncoder):
     """A timm Vision Transformer; a call returns normed patch tokens.
 
     Args:
@@ -74,27 +66,18 @@ class Encoder(nn.Module):
         std: standard deviation of the image normalisation, by channel.
     """
 
-    pool: Pool = "mean"
-    """What `embed` returns of a layer: the mean of its patches, or its class token."""
-    guessed_heads = False
-    """Whether the number of heads was not stored with the weights."""
     recompute = False
     """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
 
     def __init__(
         self, vit: VisionTransformer, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD
     ) -> None:
-        super().__init__()
+        patches = vit.patch_embed
+        super().__init__(vit.embed_dim, len(vit.blocks), tuple(patches.grid_size), tuple(patches.patch_size), mean, std)
         self.vit = vit
-        self.mean: ChannelValues = (mean[0], mean[1], mean[2])
-        self.std: ChannelValues = (std[0], std[1], std[2])
-        self.dim: int = vit.embed_dim
-        self.depth = len(vit.blocks)
         self.heads: int = vit.blocks[0].attn.num_heads
-        self.grid: Grid = tuple(vit.patch_embed.grid_size)
-        self.patch_size: tuple[int, int] = tuple(vit.patch_embed.patch_size)
-        self.image_size = (self.grid[0] * self.patch_size[0], self.grid[1] * self.patch_size[1])
-        self.preprocessing = STANDARD
+        # Models with a class token are probed on it.
+        self.pools = ("cls", "mean") if vit.has_class_token else ("mean",)
 
     def forward(
         self, images: Images, indices: Int[Tensor, "batch n"] | None = None
@@ -102,16 +85,14 @@ class Encoder(nn.Module):
         """Return normed tokens of all patches, or see and return only those with these row-major indices."""
         return self.transform_tokens(self.embed_patches(images, indices))[:, self.vit.num_prefix_tokens :]
 
-    def embed(self, images: Images, layers: int = 1) -> Float[Tensor, "batch layers_times_dim"]:
-        """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
-        require_layers(layers, self.depth)
-        tokens, pooled = self.embed_patches(images), []
-        n_patches = tokens.shape[1] - self.vit.num_prefix_tokens
+    def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
+        """Return the normed tokens of the last layers, prefix tokens included; the last layer comes last."""
+        tokens, found = self.embed_patches(images), []
         for number, block in enumerate(self.vit.blocks, start=1):
             tokens = block(tokens)
             if number > self.depth - layers:
-                pooled.append(pool_tokens(self.vit.norm(tokens), n_patches, self.pool))
-        return torch.cat(pooled, dim=1)
+                found.append(self.vit.norm(tokens))
+        return found
 
     def embed_patches(
         self, images: Images, indices: Int[Tensor, "batch n"] | None = None
@@ -147,15 +128,6 @@ class Encoder(nn.Module):
             return positions
         return resample_abs_pos_embed(positions, list(grid), list(self.grid), num_prefix_tokens=0)
 
-    @property
-    def transform(self) -> Callable[[Any], Tensor]:
-        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
-        return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
-
-    def grid_of(self, images: Images) -> Grid:
-        """Return rows and columns of patches of images of this size."""
-        return patch_grid(images, self.patch_size)
-
     def architecture(self) -> dict[str, Any]:
         """Return the arguments of timm's VisionTransformer for this architecture; `norm_eps` is stored separately."""
         vit = self.vit
@@ -172,11 +144,6 @@ class Encoder(nn.Module):
         qkv_bias = vit.blocks[0].attn.qkv.bias is not None
         unusual = {"qkv_bias": (qkv_bias, True), "no_embed_class": (vit.no_embed_class, False)}
         return architecture | {name: value for name, (value, usual) in unusual.items() if value != usual}
-
-    @property
-    def pools(self) -> tuple[Pool, ...]:
-        """The values that `pool` may have, the usual one first: models with a class token are probed on it."""
-        return ("cls", "mean") if self.vit.has_class_token else ("mean",)
 
     @property
     def norm_eps(self) -> float:
@@ -357,9 +324,6 @@ def _size(tensor: Tensor) -> str:
 
 def _first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-
-FrozenEncoder = Encoder | HubEncoder
 
 
 def load_timm_encoder(name: str, pretrained: bool = True) -> Encoder:

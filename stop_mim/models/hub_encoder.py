@@ -1,30 +1,24 @@
 """Vision Transformers of the Hugging Face hub with the interface of our encoder, for evaluation."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.layers import Images, Pool, patch_grid, pool_tokens, require_layers
-from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
-from stop_mim.positions import Grid
+from stop_mim.models.frozen_encoder import FrozenEncoder
+from stop_mim.models.layers import Images
+from stop_mim.models.preprocessing import STANDARD, Preprocessing
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
 # The model types whose last layer, a classifier's, is left out.
 WITH_POOLER = ("vit", "deit", "ijepa", "beit", "data2vec-vision")
 
 
-class HubEncoder(nn.Module):
+class HubEncoder(FrozenEncoder):
     """A transformers model; a call returns normed patch tokens (of BEiT and data2vec, which have no last norm, plain ones)."""
-
-    pool: Pool = "mean"
-    """What `embed` returns of a layer: the mean of its patches, or its class token."""
-    guessed_heads = False
 
     def __init__(
         self,
@@ -33,43 +27,28 @@ class HubEncoder(nn.Module):
         std: ChannelValues = IMAGENET_STD,
         preprocessing: Preprocessing = STANDARD,
     ) -> None:
-        super().__init__()
-        self.model: Any = model
-        self.mean, self.std, self.preprocessing = mean, std, preprocessing
         config = model.config
-        self.dim: int = config.hidden_size
-        self.depth: int = config.num_hidden_layers
-        self.patch_size: tuple[int, int] = (config.patch_size, config.patch_size)
-        sides = [config.image_size] * 2 if isinstance(config.image_size, int) else config.image_size
-        self.grid: Grid = (sides[0] // config.patch_size, sides[1] // config.patch_size)
-        self.image_size = self._own_size = (self.grid[0] * self.patch_size[0], self.grid[1] * self.patch_size[1])
-        self.pools: tuple[Pool, ...] = ("mean",)
+        side, sizes = config.patch_size, config.image_size
+        height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
+        grid = (height // side, width // side)
+        super().__init__(config.hidden_size, config.num_hidden_layers, grid, (side, side), mean, std, preprocessing)
+        self.model: Any = model
+        self.pools = ("mean",)
         if getattr(getattr(model, "embeddings", None), "cls_token", None) is not None:
             # BEiT and data2vec are fine-tuned on the mean of their patches, which their config.json says.
             self.pools = ("mean", "cls") if getattr(config, "use_mean_pooling", False) else ("cls", "mean")
 
-    @property
-    def transform(self) -> Callable[[Any], Tensor]:
-        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size."""
-        return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
-
     def forward(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
         """Return normed tokens of all patches."""
-        n_patches = math.prod(patch_grid(images, self.patch_size))
-        return self.model.layernorm(self._run(images)[-1])[:, -n_patches:]
+        return self.last_layers(images, 1)[0][:, -math.prod(self.grid_of(images)) :]
 
-    def embed(self, images: Images, layers: int = 1) -> Float[Tensor, "batch layers_times_dim"]:
-        """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
-        require_layers(layers, self.depth)
-        n_patches = math.prod(patch_grid(images, self.patch_size))
-        found = [self.model.layernorm(tokens) for tokens in self._run(images)[-layers:]]
-        return torch.cat([pool_tokens(tokens, n_patches, self.pool) for tokens in found], dim=1)
-
-    def _run(self, images: Tensor) -> tuple[Tensor, ...]:
+    def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
+        """Return the normed tokens of the last layers, prefix tokens included; the last layer comes last."""
         # DINOv2 always interpolates its positions and has no such argument.
         asked = not self.model.config.model_type.startswith("dinov2")
-        options = {"interpolate_pos_encoding": True} if asked and images.shape[-2:] != self._own_size else {}
-        return self.model(images, output_hidden_states=True, **options).hidden_states
+        options = {"interpolate_pos_encoding": True} if asked and self.grid_of(images) != self.grid else {}
+        outputs = self.model(images, output_hidden_states=True, **options).hidden_states
+        return [self.model.layernorm(tokens) for tokens in outputs[-layers:]]
 
 
 def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:

@@ -1,19 +1,16 @@
-"""What encoders and predictors share: initial weights, how a layer is run, and checks of what they are asked for."""
+"""What encoders and predictors share: initial weights, and how a layer is run."""
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stop_mim.errors import InputError
 from stop_mim.models.config import Initialisation
-from stop_mim.positions import Grid
 
-Pool = Literal["mean", "cls"]
 Images = Float[Tensor, "batch 3 height width"]
 
 
@@ -49,25 +46,3 @@ def run_layer(
         # The layers draw no random numbers, and a CUDA graph cannot save the state of a generator.
         return checkpoint(layer, tokens, *arguments, use_reentrant=False, preserve_rng_state=False)
     return layer(tokens, *arguments)
-
-
-def patch_grid(images: Float[Tensor, "batch channels height width"], patch_size: tuple[int, int]) -> Grid:
-    """Return rows and columns of patches of images of this size."""
-    height, width = images.shape[-2:]
-    if height % patch_size[0] or width % patch_size[1]:
-        raise InputError(
-            f"Images of {height}x{width} pixels cannot be cut into patches of {patch_size[0]}x{patch_size[1]}: resize them "
-            "to multiples of the patch size."
-        )
-    return height // patch_size[0], width // patch_size[1]
-
-
-def pool_tokens(tokens: Float[Tensor, "batch n dim"], n_patches: int, pool: Pool) -> Float[Tensor, "batch dim"]:
-    """Return the class token, which is the first one, or the mean of the patches, which are the last ones."""
-    return tokens[:, 0] if pool == "cls" else tokens[:, tokens.shape[1] - n_patches :].mean(1)
-
-
-def require_layers(layers: int, depth: int) -> None:
-    """Raise InputError unless an encoder of this depth has so many layers."""
-    if not 1 <= layers <= depth:
-        raise InputError(f"layers is {layers}: this encoder has {depth} layers, choose 1 to {depth}.")

@@ -1,0 +1,75 @@
+"""What evaluations know of an encoder, whether it is ours, timm's or of the Hugging Face hub."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from stop_mim.data.augment import ChannelValues
+from stop_mim.errors import InputError
+from stop_mim.models.layers import Images
+from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
+from stop_mim.positions import Grid
+
+Pool = Literal["mean", "cls"]
+
+
+class FrozenEncoder(nn.Module, ABC):
+    """An encoder of images: a call returns normed patch tokens (B, N, D), `embed` pooled features (B, layers · D)."""
+
+    pool: Pool = "mean"
+    """What `embed` returns of a layer: the mean of its patches, or its class token."""
+    pools: tuple[Pool, ...]
+    """The values that `pool` may have, the usual one first."""
+    guessed_heads = False
+    """Whether the number of heads was not stored with the weights."""
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        grid: Grid,
+        patch_size: tuple[int, int],
+        mean: Sequence[float],
+        std: Sequence[float],
+        preprocessing: Preprocessing = STANDARD,
+    ) -> None:
+        super().__init__()
+        self.dim, self.depth, self.grid, self.patch_size = dim, depth, grid, patch_size
+        self.image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
+        self.mean: ChannelValues = (mean[0], mean[1], mean[2])
+        self.std: ChannelValues = (std[0], std[1], std[2])
+        self.preprocessing = preprocessing
+
+    @abstractmethod
+    def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
+        """Return the normed tokens of the last layers, prefix tokens included; the last layer comes last."""
+
+    def embed(self, images: Images, layers: int = 1) -> Float[Tensor, "batch layers_times_dim"]:
+        """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
+        if not 1 <= layers <= self.depth:
+            raise InputError(f"layers is {layers}: this encoder has {self.depth} layers, choose 1 to {self.depth}.")
+        found = self.last_layers(images, layers)
+        if self.pool == "cls":
+            return torch.cat([tokens[:, 0] for tokens in found], dim=1)
+        first = found[0].shape[1] - math.prod(self.grid_of(images))
+        return torch.cat([tokens[:, first:].mean(1) for tokens in found], dim=1)
+
+    def grid_of(self, images: Images) -> Grid:
+        """Return rows and columns of patches of images of this size."""
+        height, width = images.shape[-2:]
+        if height % self.patch_size[0] or width % self.patch_size[1]:
+            raise InputError(
+                f"Images of {height}x{width} pixels cannot be cut into patches of {self.patch_size[0]}x{self.patch_size[1]}: "
+                "resize them to multiples of the patch size."
+            )
+        return height // self.patch_size[0], width // self.patch_size[1]
+
+    @property
+    def transform(self) -> Callable[[Any], Tensor]:
+        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
+        return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
