@@ -28,9 +28,12 @@ if sys.argv[1] == "pretrain":
 
     signal.signal(signal.SIGTERM, save)
     run.mkdir(exist_ok=True)
-    (run / "config.json").touch()
     (run / f"new-{os.environ['RANK']}").write_text(str(os.getppid()))
     (run / f"new-{os.environ['RANK']}").replace(run / f"waits-{os.environ['RANK']}")
+    # As in a real run, which writes its configuration when all processes have met.
+    while len(list(run.glob("waits-*"))) < 2:
+        time.sleep(0.05)
+    (run / "config.json").touch()
     while os.environ["RANK"] == "0" or not (run / "saved-0").exists():
         time.sleep(0.05)
     save()
@@ -52,7 +55,7 @@ def test_a_requeued_job_saves_and_resumes_with_one_log_a_process(tmp_path):
     program = (sys.executable, str(tmp_path / "stand_in.py"))
     executor = make_executor(LaunchConfig("submitit", gpus=0, processes=2), logs)
     job = executor.submit(Command(program, ["pretrain", str(run)], run))
-    wait_until(lambda: all((run / f"waits-{rank}").exists() for rank in (0, 1)))
+    wait_until((run / "config.json").exists)
     # What SLURM sends to every task before it takes the machines away.
     for rank in (1, 0):
         os.kill(int((run / f"waits-{rank}").read_text()), signal.SIGUSR2)
