@@ -12,9 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stop_mim.interruption import Interruption, catch_interruption
 from stop_mim.launch import POLL_SECONDS, PROGRAM, LaunchConfig, make_executor, rank_environment
 from stop_mim.sweeps.plan import Job, SweepConfig
-from stop_mim.training.trainer import Interruption, catch_interruption
 
 Ended = tuple[Job, str | None]
 """A run whose processes have ended, and why it failed, if it did."""

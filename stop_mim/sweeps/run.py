@@ -18,6 +18,7 @@ from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.files import locked, write_atomically
+from stop_mim.interruption import catch_interruption
 from stop_mim.records import read_record
 from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
@@ -28,7 +29,6 @@ from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import read_metrics
-from stop_mim.training.trainer import catch_interruption
 from stop_mim.training.trial import take_trial_steps
 
 FAILED_FILE, LOCK_FILE = "failed.json", ".lock"

@@ -6,18 +6,15 @@
 A step updates the model; callbacks do the rest: metrics, health, probe, progress and checkpoints.
 """
 
-import os
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from types import FrameType
+from contextlib import ExitStack, closing, suppress
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from stop_mim.errors import TrainingDiverged
+from stop_mim.interruption import Interruption, catch_interruption
 from stop_mim.seeds import derive_seed
 from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
 from stop_mim.training.distributed import Ranks, any_rank, wait_for_all
@@ -26,9 +23,6 @@ from stop_mim.training.watch import watch
 
 MAX_NOT_FINITE_IN_A_ROW = 5
 ANSWER = "Stopping after this step; Ctrl-C again quits without saving."
-# Terminals send SIGHUP when they close; clusters are told to send SIGUSR1 or SIGUSR2 before their time limit.
-STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-ALWAYS = (signal.SIGTERM, signal.SIGINT)
 
 Step = Callable[[Any, Any, int], Outcome]
 """(batch, scheduled values, seed) -> loss, norm of the gradient and whether the weights were updated, on the device."""
@@ -149,7 +143,7 @@ class Trainer:
             for callback in reversed(self._active()):
                 ends.callback(callback.end, self)
 
-    def _train(self, batches: Iterator[Any], interruption: "Interruption") -> None:
+    def _train(self, batches: Iterator[Any], interruption: Interruption) -> None:
         unread: list[Outcome] = []
         while self.done < self.end and self.interrupted_by is None:
             batch, outcome = self.take_step(batches)
@@ -214,44 +208,3 @@ class Trainer:
         for callback in self.callbacks:
             if callback.name:
                 callback.restore(checkpoint.state.get(callback.name, {}), checkpoint.tensors)
-
-
-class Interruption:
-    """Whether, and by which signal, the process was asked to stop."""
-
-    signal_name: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.signal_name is not None
-
-
-@contextmanager
-def catch_interruption(answer: str = "") -> Iterator[Interruption]:
-    """Note the first signal that asks to stop, instead of ending the process; a second one ends it as usual.
-
-    SIGTERM and Ctrl-C always; SIGHUP, SIGUSR1 and SIGUSR2 unless they are ignored, as under nohup, or somebody handles them.
-    `answer` is written to standard error at once when Ctrl-C is pressed.
-    """
-    interruption = Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    known = [number for name in STOPPING if (number := getattr(signal, name, None)) is not None]
-    before = {number: signal.getsignal(number) for number in known}
-    before = {n: handler for n, handler in before.items() if n in ALWAYS or handler is signal.SIG_DFL}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        interruption.signal_name = signal.Signals(number).name
-        if answer and number == signal.SIGINT:
-            # Not with print: what the signal interrupts may be printing.
-            with suppress(OSError):
-                os.write(2, f"\n{answer}\n".encode())
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield interruption
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

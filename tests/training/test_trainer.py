@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from stop_mim.errors import TrainingDiverged
+from stop_mim.interruption import catch_interruption
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
 from stop_mim.training.callbacks.progress import ShowProgress
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.trainer import ANSWER, Callback, Trainer, catch_interruption
+from stop_mim.training.trainer import ANSWER, Callback, Trainer
 
 STEPS_PER_EPOCH, TOTAL = 4, 12
 
