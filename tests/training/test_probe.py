@@ -175,12 +175,6 @@ def test_bad_images_are_listed_and_too_many_end_the_run_before_it_begins(tmp_pat
     assert not (tmp_path / "run" / "bad_images.txt").exists()
 
 
-def test_images_are_stored_in_their_own_size_unless_that_is_larger_than_needed(tmp_path, target):
-    for size, stored in (((20, 30), "20x30"), ((80, 80), "37x37")):
-        probe = a_probe(write_colours(tmp_path / stored, sizes=(size,)), target)
-        assert f"of {stored}" in probe.stream.description
-
-
 def test_counts_are_classes_and_are_learned_from_whole_images(target):
     data = open_probe_data("scenes:count=60,size=32")
     assert (data.label, data.n_classes) == ("count", 8)
@@ -224,42 +218,42 @@ def test_labels_that_cannot_be_used_are_refused_before_anything_is_written(tmp_p
     refused("other names")
 
 
-def test_a_probe_changes_no_bit_of_a_run_and_its_scores_are_shown(tmp_path, colours):
-    log = LogConfig(every_steps=1, health_every_steps=5, tensorboard=True)
-    quietly(train, tiny_config(out=tmp_path / "without", log=log))
-    _, text = quietly(train, probing(colours, tmp_path / "with", log=log))
-    without, probed = (checkpoint_at(tmp_path / name, TOTAL).tensors for name in ("without", "with"))
-    own = {name for name in probed if name.startswith("probe.")}
-    assert probed.keys() - own == without.keys()
-    assert all(torch.equal(tensor, probed[name]) for name, tensor in without.items())
-    assert probed["probe.model.seen"] == 16 * (TOTAL // 2)
-    lines = comparable(tmp_path / "with")
-    others = [{name: line[name] for name in line if name not in NAMES} for line in lines]
-    assert others == comparable(tmp_path / "without")
-    scored = [line for line in lines if NAMES[0] in line]
+# Lines at 4, 8 …, and where there are scores.
+LOG = LogConfig(4, 1000, tensorboard=True)
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory, colours):
+    """A whole run with a probe, and what was shown of it."""
+    folder = tmp_path_factory.mktemp("probed") / "run"
+    return folder, quietly(train, probing(colours, folder, log=LOG))[1]
+
+
+def test_a_probe_changes_no_bit_of_a_run_and_its_scores_are_shown(tmp_path, probed):
+    folder, text = probed
+    quietly(train, tiny_config(out=tmp_path / "without", log=LOG))
+    without, tensors = (checkpoint_at(path, TOTAL).tensors for path in (tmp_path / "without", folder))
+    own = {name for name in tensors if name.startswith("probe.")}
+    assert tensors.keys() - own == without.keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in without.items())
+    assert tensors["probe.model.seen"] == 16 * (TOTAL // 2)
+    scored = [line for line in comparable(folder) if NAMES[0] in line]
     last = rf"training 21/21 .* probe {scored[-1][NAMES[0]]:.1f} kNN {scored[-1][NAMES[1]]:.1f} at step 21"
     assert re.search(last, text, re.MULTILINE)
     assert "colours; 3 classes, 36 labelled images, scored on 12 others" in text
-    events = EventAccumulator(str(tmp_path / "with" / "tensorboard"))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     for name in NAMES:
         assert [event.step for event in events.Scalars(name)] == [7, 14, 21]
         assert [event.value for event in events.Scalars(name)] == pytest.approx([line[name] for line in scored])
 
 
-def test_a_run_that_was_stopped_has_the_scores_of_one_that_was_not(tmp_path, colours):
-    # Lines at 4, 8 …, and where there are scores.
-    log = LogConfig(4, 1000, False)
-    quietly(train, probing(colours, tmp_path / "whole", log=log))
-    quietly(train, probing(colours, tmp_path / "parts", log=log, stop_after_steps=MID_EPOCH))
+def test_a_run_that_was_stopped_has_the_scores_of_one_that_was_not(tmp_path, colours, probed):
+    quietly(train, probing(colours, tmp_path / "parts", log=LOG, stop_after_steps=MID_EPOCH))
     quietly(resume, tmp_path / "parts")
-    whole = checkpoint_at(tmp_path / "whole", TOTAL)
-    assert_same_checkpoint(whole, checkpoint_at(tmp_path / "parts", TOTAL))
-    kinds = {"model.head", "model.norm", "model.memory_features", "model.memory_classes", "optimiser.exp_avg"}
-    assert all(any(name.startswith(f"probe.{kind}") for name in whole.tensors) for kind in kinds)
-    together = comparable(tmp_path / "whole")
+    assert_same_checkpoint(checkpoint_at(probed[0], TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
+    together = comparable(probed[0])
     apart = {line["step"]: line for line in comparable(tmp_path / "parts")}
-    assert [line["step"] for line in together if NAMES[0] in line] == [7, 14, 21]
     assert set(apart) == {line["step"] for line in together} | {MID_EPOCH}
     for line in together:
         assert {name: apart[line["step"]][name] for name in line} == line
