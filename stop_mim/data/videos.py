@@ -1,7 +1,7 @@
 """Videos with numbered objects: a folder in the layout of DAVIS, or drawn clips.
 
 A mask holds object numbers, 0 is the background. As in DAVIS's own evaluation the objects of a video are 1 to the highest
-number in its first mask, and void pixels (255) are background. Where a mask is black and white, white is object 1.
+number in its first mask, and void pixels (255) are background. Where the first mask is black and white, white is object 1.
 """
 
 import io
@@ -121,7 +121,7 @@ class FolderVideo(Video):
         if not self.has_mask(index):
             return None
         path = self.mask_path(index)
-        mask = read_mask(path)
+        mask = read_mask(path, white=VOID if self._is_numbered else 1)
         size = self._frame_size(index)
         if tuple(mask.shape) != size:
             raise InputError(
@@ -134,6 +134,12 @@ class FolderVideo(Video):
         masks = [self.mask_path(index) for index in range(len(self)) if self.has_mask(index)]
         states = [(path.name, path.stat()) for path in (*self.frame_paths, *masks)]
         return digest([self.name, *((name, state.st_size, state.st_mtime_ns) for name, state in states)])
+
+    @cached_property
+    def _is_numbered(self) -> bool:
+        """Whether the first mask has numbers: a later one of white alone then shows void, and no object."""
+        first = read_mask(self.mask_path(0), white=VOID)
+        return bool(((first != 0) & (first != VOID)).any())
 
     def _frame_size(self, index: int) -> tuple[int, int]:
         path = self.frame_paths[index]
@@ -247,10 +253,10 @@ def _sequence_of(line: str, path: Path) -> str:
     return name
 
 
-def read_mask(path: Path) -> UInt8[Tensor, "height width"]:
+def read_mask(path: Path, white: int = 1) -> UInt8[Tensor, "height width"]:
     """The numbers in a mask file: the indices of a palette image or grey values; black and white is one object, 1.
 
-    Void pixels keep their number, 255.
+    Void pixels keep their number, 255; `white` is what they are in black and white.
     """
     with _readable(path):
         encoded = path.read_bytes()
@@ -267,7 +273,7 @@ def read_mask(path: Path) -> UInt8[Tensor, "height width"]:
             "whose indices are the objects' numbers."
         )
     grey = pixels[..., 0].copy()
-    return torch.from_numpy(grey // VOID if np.isin(grey, (0, VOID)).all() else grey)
+    return torch.from_numpy(grey // VOID * np.uint8(white) if np.isin(grey, (0, VOID)).all() else grey)
 
 
 def davis_palette() -> UInt8[np.ndarray, "256 3"]:
