@@ -13,7 +13,7 @@ from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, check_arguments
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
-from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder, set_image_size, set_pool
+from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder
 from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable
@@ -218,10 +218,7 @@ def _open_subject(
         if any(task.needs != "videos" for task in tasks.values()):
             raise InputError(f"'{name}' can only be scored on videos: add --task video and --data with DAVIS's folder.")
         return GivenMasks(name, Path(name.removeprefix(MASKS)).expanduser(), ranks)
-    encoder, run = open_encoder(name)
-    if config.image_size is not None:
-        set_image_size(encoder, config.image_size, name)
-    set_pool(encoder, config.pool, name)
+    encoder, run = open_encoder(name, config)
     return Subject(name, encoder, run, config, max(options_of(config, "linear").layers), ranks, bar)
 
 

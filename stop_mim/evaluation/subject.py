@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,28 +151,18 @@ class Subject:
         )
 
 
-def open_encoder(name: str) -> tuple[FrozenEncoder, Path | None]:
-    """Return the encoder of a name, and the run directory that it (or its trained twin) comes from."""
-    trained = name.removeprefix(UNTRAINED)
-    return load_encoder(name), None if trained.startswith(tuple(ENCODERS)) else run_of(trained)
-
-
-def set_image_size(encoder: FrozenEncoder, size: int, name: str) -> None:
-    """Let the encoder be shown square images of that size."""
-    height, width = encoder.patch_size
-    if size % height or size % width:
-        raise InputError(
-            f"image_size is {size}: '{name}' has patches of {height}x{width} pixels; give a multiple of them, such as "
-            f"{max(height, round(size / height) * height)}."
-        )
-    encoder.image_size = (size, size)
-
-
-def set_pool(encoder: FrozenEncoder, pool: Literal["auto", "mean", "cls"], name: str) -> None:
-    """Let the encoder give its class token or the mean of its patches; auto: what is usual for it."""
-    if pool == "auto":
-        encoder.pool = encoder.pools[0]
-    elif pool in encoder.pools:
-        encoder.pool = pool
-    else:
-        raise InputError(f"pool is {pool}: '{name}' has no class token; choose mean or auto.")
+def open_encoder(name: str, config: EvaluateConfig) -> tuple[FrozenEncoder, Path | None]:
+    """Return the encoder of a name, with the pooling and image size asked for, and the run that it (or its twin) is of."""
+    encoder, trained = load_encoder(name), name.removeprefix(UNTRAINED)
+    if config.pool not in ("auto", *encoder.pools):
+        raise InputError(f"pool is {config.pool}: '{name}' has no class token; choose mean or auto.")
+    encoder.pool = encoder.pools[0] if config.pool == "auto" else config.pool
+    if (size := config.image_size) is not None:
+        height, width = encoder.patch_size
+        if size % height or size % width:
+            raise InputError(
+                f"image_size is {size}: '{name}' has patches of {height}x{width} pixels; give a multiple of them, such as "
+                f"{max(height, round(size / height) * height)}."
+            )
+        encoder.image_size = (size, size)
+    return encoder, None if trained.startswith(tuple(ENCODERS)) else run_of(trained)
