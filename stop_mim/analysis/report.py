@@ -1,7 +1,7 @@
 """The report: one self-contained HTML page about runs; tables are in the page, report.js draws charts and maps."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
@@ -225,7 +225,9 @@ def summary_table(groups: Sequence[RunGroup], looks: Sequence[Looks]) -> Table:
         if look.spectrum:
             column |= {"Effective rank of Σ": look.spectrum["effective_rank"], "Trace of Σ": look.spectrum["trace"]}
         columns.append(column)
-    return _by_group("Newest measurements", [group.name for group in groups], columns)
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, NOTHING) for column in columns)] for name in names]
+    return Table("Newest measurements", ["", *(group.name for group in groups)], rows)
 
 
 def differences_table(groups: Sequence[RunGroup]) -> Table | None:
@@ -335,8 +337,3 @@ def _group_scores(runs: Sequence[Sequence[Evaluation]], data: str) -> dict[str, 
         name: scores[0].text if len(scores) == 1 else over_seeds([score.value for score in scores], ".1f")
         for name, scores in found.items()
     }
-
-
-def _by_group(caption: str, names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> Table:
-    rows = dict.fromkeys(row for column in columns for row in column)
-    return Table(caption, ["", *names], [[row, *(column.get(row, NOTHING) for column in columns)] for row in rows])

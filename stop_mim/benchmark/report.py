@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from stop_mim.benchmark.timing import Spread, StepMeasurement
 from stop_mim.files import write_atomically
+from stop_mim.tables import Table
 
 FORMAT = "stop-mim bench 1"
 # Narrower tables would cut their numbers.
@@ -66,33 +66,32 @@ def print_report(report: BenchReport) -> None:
     """Print all tables and notes."""
     console = Console()
     console.width = max(console.width, LEAST_WIDTH)
-    console.print(step_table(report))
-    console.print(facts_table(report))
+    for table in (step_table(report), facts_table(report)):
+        console.print(table.on_screen())
     for note in report.notes:
         console.print(escape(note), highlight=False, soft_wrap=True)
 
 
 def step_table(report: BenchReport) -> Table:
     """Return the whole step and its parts."""
+    rate, whole, gap = report.step.images_per_second, report.step.seconds, report.host_gap
+    parts = [
+        [f"  {name}", _milliseconds(spread.median), _quartiles(spread), f"{spread.median / whole.median:.1%}"]
+        for name, spread in report.parts.items()
+    ]
+    gaps = ["does not apply", "", ""] if gap is None else [_milliseconds(gap), "", f"{gap / whole.median:.1%}"]
+    rows = [
+        ["images/s", _rate(rate.median), f"{_rate(rate.low)} to {_rate(rate.high)}", ""],
+        ["step", _milliseconds(whole.median), _quartiles(whole), ""],
+        *parts,
+        ["  host gaps", *gaps],
+    ]
     title = f"{report.recipe} on {report.hardware}: a training step"
-    table = Table("what", title=escape(title), title_justify="left", title_style="bold")
-    for name in ("median", "quartiles", "of the step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    rate, whole = report.step.images_per_second, report.step.seconds
-    table.add_row("images/s", _rate(rate.median), f"{_rate(rate.low)} to {_rate(rate.high)}", "")
-    table.add_row("step", _milliseconds(whole.median), _quartiles(whole), "")
-    for name, spread in report.parts.items():
-        fraction = f"{spread.median / whole.median:.1%}"
-        table.add_row(f"  {name}", _milliseconds(spread.median), _quartiles(spread), fraction)
-    gap = report.host_gap
-    text, fraction = ("does not apply", "") if gap is None else (_milliseconds(gap), f"{gap / whole.median:.1%}")
-    table.add_row("  host gaps", text, "", fraction)
-    return table
+    return Table(title, ["what", "median", "quartiles", "of the step"], rows)
 
 
 def facts_table(report: BenchReport) -> Table:
     """Return sizes, memory and operations."""
-    table = Table(show_header=False)
     counts, part = report.tokens, report.flops_per_second / report.ceiling
     batches = f" in {report.batches_per_step} batches" if report.batches_per_step > 1 else ""
     rows = {
@@ -105,9 +104,7 @@ def facts_table(report: BenchReport) -> Table:
         "ceiling": f"{report.ceiling / 1e12:,.3f} TFLOP/s, one large matrix product in {report.dtype} on this machine",
         "torch": str(report.environment["packages"]["torch"]),
     }
-    for name, text in rows.items():
-        table.add_row(name, escape(text))
-    return table
+    return Table("", ["what", "value"], [list(row) for row in rows.items()], names=2)
 
 
 def _rate(images: float) -> str:

@@ -112,7 +112,6 @@ class Layout:
     """One way to spread a run over GPUs."""
 
     gpus: int
-    machines: int
     sharding: Sharding
     recompute: bool
     per_device: int
@@ -174,7 +173,6 @@ def lay_out(
     activations = sizes.activations(recompute) * per_device
     return Layout(
         gpus,
-        machines,
         sharding,
         recompute,
         per_device,

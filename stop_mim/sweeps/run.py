@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
@@ -24,7 +23,7 @@ from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
-from stop_mim.tables import duration
+from stop_mim.tables import Table, duration
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import choose_device
@@ -121,16 +120,14 @@ def record(out: Path, job: Job, error: str | None) -> None:
 def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Console) -> None:
     """Print the variants, the commands of the runs that are due, and the estimated time."""
     seeds = ", ".join(map(str, config.seeds))
-    title = (
-        f"{plan.sweep} at {plan.scale} scale: recipe {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
-    )
-    table = Table("variant", "changes", "finished", title=escape(title), title_justify="left")
+    title = f"{plan.sweep} at {plan.scale} scale: {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
+    rows = []
     for variant, overrides in plan.variants.items():
-        own = [job for job in jobs if job.variant == variant]
+        own = [job.finished for job in jobs if job.variant == variant]
         changed = ", ".join(f"{path} {value}" for path, value in overrides.items())
         name = f"{variant} (baseline)" if variant == plan.baseline else variant
-        table.add_row(escape(name), escape(changed), f"{sum(job.finished for job in own)} of {len(own)}")
-    console.print(table)
+        rows.append([name, changed, f"{sum(own)} of {len(own)}"])
+    console.print(Table(title, ["variant", "changes", "finished"], rows, names=2).on_screen())
     left = due(jobs, plan.out, config.retry_failed)
     for job in left:
         for arguments in (job.training(), job.evaluation()):
