@@ -1,9 +1,10 @@
-"""Settings that follow from the number of images, the device and the epochs, and what is warned of."""
+"""Settings that follow from the images, the device and its memory, and the epochs; what is warned of; config files."""
 
 import json
 from dataclasses import replace
 
 import pytest
+import torch
 from quiet_run import quietly
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config
 
@@ -16,6 +17,7 @@ from stop_mim.training.description import warnings_about
 from stop_mim.training.pretrain import train
 from stop_mim.training.recipes import find_recipe
 from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.trial import images_at_once
 
 PHOTOS = find_recipe("stop-photos")
 
@@ -130,3 +132,33 @@ def test_an_empty_file_is_the_default(tmp_path):
     (tmp_path / "a.yml").write_text("")
     (tmp_path / "a.json").write_text(json.dumps({}))
     assert read_config(tmp_path / "a.yml") == read_config(tmp_path / "a.json") == TrainConfig()
+
+
+MIB = 2**20
+
+
+def memory_of(fixed, an_image, limit=float("inf")):
+    """A step's memory, and a device that has no more than the limit."""
+
+    def measure(images):
+        needed = fixed + an_image * images
+        if needed > limit:
+            raise torch.OutOfMemoryError
+        return needed
+
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("per_step", "budget", "expected"),
+    # All fit; the largest divisor that fits; none but one; few images are not divided at all.
+    [(2048, 3000, 2048), (2048, 200, 64), (2048, 164, 64), (2048, 163, 32), (100, 180, 50), (2048, 50, 1), (16, 0, 16)],
+)
+def test_the_largest_part_that_fits(per_step, budget, expected):
+    assert images_at_once(per_step, memory_of(100 * MIB, MIB), budget * MIB) == expected
+
+
+def test_a_device_that_holds_hardly_any_image_is_an_error_only_if_it_holds_none():
+    assert images_at_once(64, memory_of(100 * MIB, 10 * MIB, limit=200 * MIB), 150 * MIB) == 4
+    with pytest.raises(InputError, match="4 images does not fit"):
+        images_at_once(64, memory_of(100 * MIB, 10 * MIB, limit=120 * MIB), 60 * MIB)

@@ -1,5 +1,7 @@
 """A run that goes on: bit for bit as if it had never stopped, or refused, but never restarted in silence."""
 
+import itertools
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -11,7 +13,8 @@ from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, quietly, run
 from safetensors.torch import load_file
 from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
 
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, TrainingDiverged
+from stop_mim.models.ijepa import IJEPA
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
 from stop_mim.training.config import PositionsConfig, SpeedConfig
@@ -246,6 +249,22 @@ def test_a_run_cannot_stop_before_where_it_is(tmp_path):
         go_on(tmp_path / "run", stop_after_steps=3)
     assert (tmp_path / "run" / "environment.json").read_text() == before
     assert go_on(tmp_path / "run", stop_after_steps=4).step == 4
+
+
+def test_losses_that_are_not_finite_are_counted_over_a_resume(tmp_path, monkeypatch):
+    def poison(patch, steps):
+        calls = itertools.count(2)
+        # Two batches a step.
+        patch.setattr(IJEPA, "forward", lambda *given: real(*given) * (math.nan if next(calls) // 2 in steps else 1))
+
+    real = IJEPA.forward
+    with monkeypatch.context() as patch:
+        poison(patch, {2, 3, 4, 5})
+        run(tiny_config(out=tmp_path / "run", stop_after_steps=5))
+    assert [line["not_finite"] for line in read_metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    poison(monkeypatch, {1})
+    with pytest.raises(TrainingDiverged, match=r"5 steps in a row, up to step 6.*optim\.lr"):
+        go_on(tmp_path / "run")
 
 
 @pytest.mark.gpu

@@ -101,12 +101,6 @@ def choose_label(source: ImageSource, wanted: str) -> str:
     return wanted
 
 
-def choose_images(total: int, most: int, seed: int, split: str) -> Int[np.ndarray, " n"]:
-    """Choose at most so many of the images by the seed, in their order."""
-    order = torch.randperm(total, generator=seeded_generator("cpu", seed, "probe images", split))
-    return order[:most].sort().values.numpy()
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode; afterwards every module has the mode that it had."""
@@ -249,29 +243,29 @@ def make_probe(
     """
     kind = RandomCrop if data.label == "class" else WholeImage
     view = kind(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
+    whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
     height, width = common_size(data.train.source) or view.stored_size
     bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
     placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
     own_seed = derive_seed(config.seed, "probe")
 
-    def batches(split: str, data: LabelledSet, view: View, shuffled: bool) -> Batches:
-        size = min(config.probe.batch_size, len(data))
-        order = ShuffledOrder(data.indices, size, own_seed) if shuffled else SequentialOrder(data.indices, size)
+    def batches(split: str, data: LabelledSet, most: int, view: View) -> Batches:
+        """Return batches of so many images, chosen by the seed, in random order to learn from."""
+        chosen = torch.randperm(len(data), generator=seeded_generator("cpu", config.seed, "probe images", split))[:most]
+        data = data.part(chosen.sort().values.numpy())
+        indices, size = data.indices, min(config.probe.batch_size, len(data))
+        order = ShuffledOrder(indices, size, own_seed) if split == "train" else SequentialOrder(indices, size)
         file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
         bad_images = BadImages(data.source.name, len(data), file)
         return Batches(
             data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress
         )
 
-    most = max(1, STREAM_BYTES // bytes_per_image)
-    stream = data.train.part(choose_images(len(data.train), most, config.seed, "train"))
-    test = data.test.part(choose_images(len(data.test), config.probe.test_images, config.seed, "test"))
-    whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
     return OnlineProbe(
         config.probe,
         partial(frozen_features, encoder, autocast),
-        batches("train", stream, view, shuffled=True),
-        batches("test", test, whole, shuffled=False),
+        batches("train", data.train, max(1, STREAM_BYTES // bytes_per_image), view),
+        batches("test", data.test, config.probe.test_images, whole),
         data.n_classes,
         encoder.dim,
         device,
