@@ -147,16 +147,14 @@ class CapturedStep:
         except Exception as error:
             # The old generators may believe that they are still being captured.
             self._step.generators.clear()
-            self._give_up(first_line(error))
+            self._warn(
+                f"The step could not be captured as a CUDA graph ({first_line(error)}): it trains without, slower if the model "
+                "is small."
+            )
+            self._is_given_up, self._inputs = True, []
             return None
         self._recorded = graph, outcome
         return self._recorded
-
-    def _give_up(self, reason: str) -> None:
-        self._warn(
-            f"The step could not be captured as a CUDA graph ({reason}): it trains without, slower if the model is small."
-        )
-        self._is_given_up, self._recorded, self._inputs = True, None, []
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
-from stop_mim.training.trial import Trial, settle, step_memory, take_trial_steps
+from stop_mim.training.trial import Trial, measure_steps, settle, take_trial_steps
 from stop_mim.training.watch import watch
 
 REMEDY = "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint is not affected"
@@ -270,4 +270,5 @@ def memory_of_step(config: TrainConfig, device: torch.device, images: int) -> in
     speed = replace(config.speed, batch_size_per_device=images, compile=False, graph=False)
     config = replace(config, optim=replace(config.optim, batch_size=images), speed=speed)
     inputs = StepInputs(config, Ranks(0, 1, 1, device))
-    return step_memory(assemble(config, inputs, SyntheticImages(inputs), warnings.warn, warnings.warn).trainer)
+    trainer = assemble(config, inputs, SyntheticImages(inputs), warnings.warn, warnings.warn).trainer
+    return measure_steps(trainer).memory

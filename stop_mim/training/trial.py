@@ -66,11 +66,22 @@ def settle(
 
 
 def take_trial_steps(trainer: Trainer, timed: int) -> Trial:
-    """Time steps of a run that has not begun, with its own batches, and undo them."""
-    device = trainer.ranks.device
-    # Compiling and capturing happen in the first steps, and stay for the run.
-    first = STEPS_BEFORE_CAPTURE + 2 if device.type == "cuda" else 1
+    """Measure steps of a run that has not begun, with its own batches, and undo them."""
     weights = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.model.state_dict().items()}
+    # Compiling and capturing happen in the first steps, and stay for the run.
+    trial = measure_steps(trainer, STEPS_BEFORE_CAPTURE + 2 if trainer.ranks.device.type == "cuda" else 1, timed)
+    # In place, where a captured graph reads and writes them; AdamW begins with zeros.
+    trainer.model.load_state_dict(weights)
+    for state in trainer.optimiser.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+    trainer.done = 0
+    return trial
+
+
+def measure_steps(trainer: Trainer, first: int = 1, timed: int = 1) -> Trial:
+    """Measure the peak of the memory of all these steps, and the time of those after the first."""
+    device = trainer.ranks.device
     forget_peak(device)
     with closing(trainer.batches(0)) as batches:
         for _ in range(first):
@@ -80,24 +91,7 @@ def take_trial_steps(trainer: Trainer, timed: int) -> Trial:
         for _ in range(timed):
             trainer.take_step(batches)
         _wait_for(device)
-        seconds = (time.perf_counter() - start) / timed
-    memory = peak_memory(device)
-    # In place, where a captured graph reads and writes them; AdamW begins with zeros.
-    trainer.model.load_state_dict(weights)
-    for state in trainer.optimiser.state.values():
-        for tensor in state.values():
-            tensor.zero_()
-    trainer.done = 0
-    return Trial(seconds, memory)
-
-
-def step_memory(trainer: Trainer) -> int:
-    """Return the peak of the memory of two steps, after which all state exists."""
-    forget_peak(trainer.ranks.device)
-    with closing(trainer.batches(0)) as batches:
-        for _ in range(2):
-            trainer.take_step(batches)
-    return peak_memory(trainer.ranks.device)
+        return Trial((time.perf_counter() - start) / timed, peak_memory(device))
 
 
 def images_at_once(per_step: int, memory_of: Callable[[int], int], budget: float) -> int:
