@@ -2,9 +2,11 @@
 
 import pickle
 
+import pyarrow as pa
 import pytest
-from written_images import encoded, one_sentence, shades
+from written_images import encoded, one_sentence, shades, write
 
+from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 
@@ -43,6 +45,21 @@ def test_hub_sets(hub):
     assert source.fingerprint() == open_source("hf:owner/name:small").fingerprint()
     assert source.fingerprint() != open_source("hf:owner/name:small", "test").fingerprint()
     assert shades(pickle.loads(pickle.dumps(source))) == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("hub")
+def test_rows_without_bytes_name_files_in_the_caches_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for file in (tmp_path / "cache" / "a.png", tmp_path / "secret.png"):
+        write(file, 8)
+    (tmp_path / "cache" / "link.png").symlink_to(tmp_path / "secret.png")
+    source = open_source("hf:owner/name")
+    rows = [{"bytes": None, "path": str(tmp_path / file)} for file in ("cache/a.png", "secret.png", "cache/link.png")]
+    source._opened[0] = pa.chunked_array([pa.array(rows)])
+    assert int(source.read(0)[0, 0, 0]) == 8
+    for index in (1, 2):
+        with pytest.raises(BadImage, match="no bytes"):
+            source.read(index)
 
 
 def test_the_test_split_of_a_hub_set_falls_back_to_validation(hub):

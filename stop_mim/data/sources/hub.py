@@ -29,8 +29,6 @@ class HubKind(SourceKind):
 class HubSource(TableSource):
     """One split of a dataset."""
 
-    reads_paths = True
-
     def __init__(self, address: str, split: str) -> None:
         self._dataset, self.split = _load(address, split)
         schema = self._dataset.features.arrow_schema
@@ -40,6 +38,7 @@ class HubSource(TableSource):
         labels = label_column(schema)
         classes = ({}, ()) if labels is None else read_classes(self._table().column(labels), schema)
         super().__init__(f"hf:{address}", *classes)
+        self.folders = _folders(address.partition(":")[0])
         self.bring(0)
 
     def __len__(self) -> int:
@@ -60,6 +59,15 @@ class HubSource(TableSource):
 
     def _table(self) -> pa.Table:
         return self._dataset.with_format("arrow")[:]
+
+
+def _folders(name: str) -> list[Path]:
+    """Return where the package datasets puts the files of a dataset: its caches, or a local dataset itself."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    caches = (config.HF_DATASETS_CACHE, config.DOWNLOADED_DATASETS_PATH, constants.HF_HUB_CACHE)
+    return [Path(folder).resolve() for folder in (*caches, name) if Path(folder).is_dir()]
 
 
 def _load(address: str, split: str) -> tuple[Any, str]:

@@ -57,8 +57,8 @@ class ParquetKind(SourceKind):
 class TableSource(ImageSource):
     """A source over Arrow columns; they never travel to another process, which opens its own."""
 
-    reads_paths = False
-    """Whether a row without bytes may name a file, which is then read."""
+    folders: Sequence[Path] = ()
+    """A row without bytes may name a file in these folders, and no other."""
     most_open: int | None = None
     """Columns that are open at a time; None for all."""
 
@@ -93,9 +93,10 @@ class TableSource(ImageSource):
             if found is not None:
                 return found
             path = cell["path"].as_py() if is_struct and "path" in cell else None
-            if path is None or not self.reads_paths:
+            named = Path(path or "").resolve()
+            if not any(named.is_relative_to(folder) for folder in self.folders) or not named.is_file():
                 raise OSError("the row holds no bytes of an image")
-            return Path(path).read_bytes()
+            return named.read_bytes()
         # A path may also hold a null byte, be no UTF-8 or be a loop of links.
         except (OSError, ValueError, RuntimeError) as error:
             raise BadImage(self.describe(index), getattr(error, "strerror", None) or str(error)) from error
