@@ -4,8 +4,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import closing
 
@@ -281,23 +279,6 @@ def test_a_worker_that_fails_or_dies_is_one_sentence():
         with pytest.raises(InputError, match=message) as error:
             take(make(Failing(break_down), "streaming", 2), 7)
         assert "\n" not in str(error.value)
-
-
-PROGRAM = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_batches import Failing, make
-batches = make(Failing(lambda: 1 / 0), "streaming", 2).starting_at()
-next(batches)
-sys.exit(3)
-"""
-
-
-def test_a_program_that_closes_nothing_ends_with_its_workers():
-    """A new interpreter: what could hang is its exit."""
-    command = [sys.executable, "-c", PROGRAM.format(tests=os.path.dirname(__file__))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 3, ended.stderr
 
 
 def test_workers_end_with_a_program_that_is_killed():

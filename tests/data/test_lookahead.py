@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -65,6 +67,21 @@ def test_workers_keep_the_order_and_take_so_many_requests_ahead(workers):
     assert len(taken) == (5 if workers else 1)
     assert list(results) == [(number, number**2) for number in range(1, 20)]
     assert not list(mapped(abs, [], workers, ahead=5))
+
+
+PROGRAM = """
+import sys
+from stop_mim.data.lookahead import mapped
+results = mapped(abs, range(99), workers=2, ahead=8)
+next(results)
+sys.exit(3)
+"""
+
+
+def test_a_program_that_closes_nothing_ends_with_its_workers():
+    """A new interpreter: what could hang is its exit."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3, ended.stderr
 
 
 def test_a_worker_whose_parent_is_killed_with_unread_results_ends_in_silence(capfd):
