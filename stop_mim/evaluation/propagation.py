@@ -5,9 +5,8 @@ Nothing is trained: each patch takes the labels of its nearest patches in the fi
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -22,7 +21,7 @@ from stop_mim.data.videos import Video, write_mask
 from stop_mim.errors import InputError
 from stop_mim.evaluation.overlays import write_contact_sheet
 from stop_mim.evaluation.segmentation import Mask, VideoScores, score_videos
-from stop_mim.evaluation.tasks.video import PropagationConfig
+from stop_mim.evaluation.tasks.video import PropagationConfig, Variant
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.positions import Grid
 
@@ -38,81 +37,57 @@ Size = tuple[int, int]
 """Height and width."""
 
 
-class Variant(NamedTuple):
-    """How frames and the first mask get to the size of the features, and propagated labels to that of the frame."""
+def image_size(frame: Size, patch: Size, short_side: int, variant: Variant) -> Size:
+    """Return the size of the images of frames, in whole patches.
 
-    size: Callable[[Size, Size, int], Size]
-    """Returns the size of images of frames of a size, for patches of a size and a short side."""
-    resize: Callable[[UInt8[Tensor, "b 3 h w"], Size], UInt8[Tensor, "b 3 h2 w2"]]
-    seeds: Callable[[UInt8[Tensor, "h w"], int, Grid], Float[Tensor, "patches classes"]]
-    """Returns the labels of the patches of a mask with so many classes."""
-    mask: Callable[[Float[Tensor, "classes rows columns"], Size, Size], UInt8[Tensor, "h w"]]
-    """Returns the mask of propagated labels, for patches of a size and a frame of a size."""
-
-
-def dino_size(frame: Size, patch: Size, short_side: int) -> Size:
-    """Return the short side and the long one floored to a multiple of 64; both are floored to whole patches."""
+    dino: the short side, and the long one floored to a multiple of 64; soft: the frame's aspect ratio, as nearly as possible.
+    """
+    if variant == "soft":
+        scale = short_side / min(frame)
+        height, width = (max(1, round(side * scale / one)) * one for side, one in zip(frame, patch, strict=True))
+        return height, width
     long = 0 if frame[0] > frame[1] else 1
     sides = [short_side, short_side]
     sides[long] = short_side * max(frame) // min(frame)
     if sides[long] >= LONG_SIDE_STEP:
         sides[long] -= sides[long] % LONG_SIDE_STEP
-    height, width = (max(1, side // length) * length for side, length in zip(sides, patch, strict=True))
+    height, width = (max(1, side // one) * one for side, one in zip(sides, patch, strict=True))
     return height, width
 
 
-def nearest_size(frame: Size, patch: Size, short_side: int) -> Size:
-    """Return the aspect ratio of the frame as nearly as whole patches allow."""
-    scale = short_side / min(frame)
-    height, width = (max(1, round(side * scale / length)) * length for side, length in zip(frame, patch, strict=True))
-    return height, width
+def seeds(mask: UInt8[Tensor, "h w"], classes: int, grid: Grid, variant: Variant) -> Float[Tensor, "patches classes"]:
+    """Return the labels of the patches of the first mask.
 
-
-def resize_plainly(frames: UInt8[Tensor, "b 3 h w"], size: Size) -> UInt8[Tensor, "b 3 h2 w2"]:
-    """Resize with bilinear interpolation, without antialiasing."""
-    return F.interpolate(frames.float(), size, mode="bilinear").round_().to(torch.uint8)
-
-
-def nearest(mask: UInt8[Tensor, "h w"], size: Size) -> UInt8[Tensor, "h2 w2"]:
-    """Return the pixels of a mask that are nearest to those of the size, on the CPU."""
-    # Pillow's choice where two are equally near, as in DINO.
-    resized = PIL.Image.fromarray(mask.cpu().numpy()).resize(size[::-1], PIL.Image.Resampling.NEAREST)
-    return torch.from_numpy(np.array(resized))
-
-
-def one_hot_labels(mask: UInt8[Tensor, "h w"], classes: int, grid: Grid) -> Float[Tensor, "patches classes"]:
-    """Return, for each patch, the object at its centre; an object thinner than a patch may have no patch at all."""
-    return F.one_hot(nearest(mask, grid).long().flatten(), classes).float()
-
-
-def area_labels(mask: UInt8[Tensor, "h w"], classes: int, grid: Grid) -> Float[Tensor, "patches classes"]:
-    """Return, for each patch, the fraction of its area that each object covers."""
+    dino: the object at a patch's centre; an object thinner than a patch may have no patch at all. soft: the fraction of a
+    patch's area that each object covers.
+    """
+    if variant == "dino":
+        return F.one_hot(_nearest(mask, grid).long().flatten(), classes).float()
     one_hot = F.one_hot(mask.long(), classes).permute(2, 0, 1)[None].float()
     return F.interpolate(one_hot, grid, mode="area")[0].flatten(1).T.contiguous()
 
 
-def stretched_mask(
-    maps: Float[Tensor, "classes rows columns"], patch: Size, size: Size
+def mask_of(
+    maps: Float[Tensor, "classes rows columns"], patch: Size, size: Size, variant: Variant
 ) -> UInt8[Tensor, "height width"]:
-    """Return the object whose map, stretched to 0..1 over the frame, is highest at each pixel.
+    """Return the mask of propagated labels, of the size of the frame.
 
-    Maps are interpolated to the pixels of the features; the mask is resized to the frame.
+    dino: the object whose map, stretched to 0..1 over the frame, is highest, at the pixels of the features; soft: the object
+    whose map, as it is, is highest, at the pixels of the frame.
     """
+    if variant == "soft":
+        return F.interpolate(maps[None], size, mode="bilinear")[0].argmax(0).to(torch.uint8)
     wide = F.interpolate(maps[None], scale_factor=patch, mode="bilinear")[0]
     low, high = wide.amin((1, 2), keepdim=True), wide.amax((1, 2), keepdim=True)
     stretched = (wide - low) / torch.where(high > low, high - low, 1.0)
-    return nearest(stretched.argmax(0).to(torch.uint8), size)
+    return _nearest(stretched.argmax(0).to(torch.uint8), size)
 
 
-def plain_mask(maps: Float[Tensor, "classes rows columns"], patch: Size, size: Size) -> UInt8[Tensor, "height width"]:
-    """Return the object whose map, interpolated to the frame, is highest at each pixel."""
-    return F.interpolate(maps[None], size, mode="bilinear")[0].argmax(0).to(torch.uint8)
-
-
-VARIANTS = {
-    "dino": Variant(dino_size, resize_plainly, one_hot_labels, stretched_mask),
-    "soft": Variant(nearest_size, resize_batch, area_labels, plain_mask),
-}
+def _nearest(mask: UInt8[Tensor, "h w"], size: Size) -> UInt8[Tensor, "h2 w2"]:
+    """Return the pixels of a mask that are nearest to those of the size, on the CPU."""
+    # Pillow's choice where two are equally near, as in DINO.
+    resized = PIL.Image.fromarray(mask.cpu().numpy()).resize(size[::-1], PIL.Image.Resampling.NEAREST)
+    return torch.from_numpy(np.array(resized))
 
 
 @torch.inference_mode()
@@ -174,22 +149,26 @@ def propagate(
     encoder: FrozenEncoder, video: Video, config: PropagationConfig, device: torch.device
 ) -> Iterator[UInt8[Tensor, "height width"]]:
     """Yield a mask for every frame, the given one first; the encoder is on the device, in evaluation mode."""
-    variant, patch, mask = VARIANTS[config.variant], encoder.patch_size, video.first_mask()
+    variant, patch, mask = config.variant, encoder.patch_size, video.first_mask()
     frame_size = (mask.shape[0], mask.shape[1])
-    size = variant.size(frame_size, patch, config.short_side)
+    size = image_size(frame_size, patch, config.short_side, variant)
     grid = (size[0] // patch[0], size[1] // patch[1])
 
     def features_of(index: int) -> Float[Tensor, "patches dim"]:
-        return patch_features(encoder, variant.resize(video.frame(index)[None].to(device), size))
+        frame = video.frame(index)[None].to(device)
+        if variant == "soft":
+            return patch_features(encoder, resize_batch(frame, size))
+        # Without antialiasing, as in DINO.
+        return patch_features(encoder, F.interpolate(frame.float(), size, mode="bilinear").round_().to(torch.uint8))
 
     before: deque[LabelledFrame] = deque(maxlen=config.context_frames)
-    first = (features_of(0), variant.seeds(mask, len(video.objects) + 1, grid).to(device))
+    first = (features_of(0), seeds(mask, len(video.objects) + 1, grid, variant).to(device))
     yield mask
     for index in range(1, len(video)):
         features = features_of(index)
         labels = propagate_labels(features, [first, *before], grid, config)
         before.append((features, labels))
-        yield variant.mask(labels.T.unflatten(1, grid), patch, frame_size).cpu()
+        yield mask_of(labels.T.unflatten(1, grid), patch, frame_size, variant).cpu()
 
 
 def segment_videos(

@@ -11,10 +11,12 @@ from stop_mim.data.videos import Video
 from stop_mim.errors import InputError
 from stop_mim.evaluation import propagation
 from stop_mim.evaluation.propagation import (
-    VARIANTS,
+    image_size,
+    mask_of,
     patch_features,
     propagate,
     propagate_labels,
+    seeds,
     segment_videos,
 )
 from stop_mim.evaluation.segmentation import score_masks, score_videos
@@ -111,7 +113,7 @@ def test_a_moving_square_is_followed(variant):
     ],
 )
 def test_frames_are_resized_to_whole_patches(variant, frame, patch, short_side, expected):
-    assert VARIANTS[variant].size(frame, patch, short_side) == expected
+    assert image_size(frame, patch, short_side, variant) == expected
 
 
 def plain_propagation(features, context, grid, settings):
@@ -201,7 +203,7 @@ def test_seeds_are_objects_at_the_centres_of_patches_or_parts_of_patches():
     mask = torch.zeros(8, 12, dtype=torch.uint8)
     mask[0:4, 0:3] = 1
     mask[7, 11] = 2
-    hard, soft = (VARIANTS[name].seeds(mask, 3, (2, 3)) for name in ("dino", "soft"))
+    hard, soft = (seeds(mask, 3, (2, 3), name) for name in ("dino", "soft"))
     assert hard.tolist() == [[0, 1, 0], *[[1, 0, 0]] * 5], "the pixel of the third object is no patch's centre"
     torch.testing.assert_close(soft, torch.tensor([[0.25, 0.75, 0], *[[1, 0, 0]] * 4, [15 / 16, 0, 1 / 16]]))
 
@@ -209,16 +211,16 @@ def test_seeds_are_objects_at_the_centres_of_patches_or_parts_of_patches():
 def test_masks_are_decided_between_patches():
     """Half a patch more of one number moves the border by pixels, not by patches."""
     maps = torch.tensor([[1.0, 0.25, 0.0, 0.0], [0.0, 0.75, 1.0, 1.0]])[:, None]
-    mask = VARIANTS["soft"].mask(maps, (8, 8), (8, 32))
+    mask = mask_of(maps, (8, 8), (8, 32), "soft")
     assert mask.dtype == torch.uint8
     # Centres at 4 and 12: between them 0.5 is reached after two thirds of the way.
     assert mask[0].tolist() == [0] * 9 + [1] * 23
     # Stretched to 0..1 a weak object takes what is nearest to its own maximum.
     weak = torch.tensor([[1.0, 0.9, 0.8, 0.8], [0.0, 0.1, 0.2, 0.2]])[:, None]
-    assert not VARIANTS["soft"].mask(weak, (8, 8), (8, 32)).any()
-    assert VARIANTS["dino"].mask(weak, (8, 8), (4, 16))[0].tolist() == [0] * 6 + [1] * 10
+    assert not mask_of(weak, (8, 8), (8, 32), "soft").any()
+    assert mask_of(weak, (8, 8), (4, 16), "dino")[0].tolist() == [0] * 6 + [1] * 10
     # An object that is nowhere stays away.
-    assert not VARIANTS["dino"].mask(torch.stack([torch.ones(2, 3), torch.zeros(2, 3)]), (4, 4), (8, 12)).any()
+    assert not mask_of(torch.stack([torch.ones(2, 3), torch.zeros(2, 3)]), (4, 4), (8, 12), "dino").any()
 
 
 def test_masks_are_saved_and_score_the_same(tmp_path):

@@ -12,12 +12,14 @@ from stop_mim.results import Score
 # As in the paper's table.
 HEADLINES = ("J&F", "J_mean", "F_mean")
 
+Variant = Literal["dino", "soft"]
+
 
 @dataclass(frozen=True)
 class PropagationConfig(Checked, group="video.propagation"):
     """How labels go from frame to frame; the defaults are those of the paper, which follows DINO."""
 
-    variant: Literal["dino", "soft"] = "dino"
+    variant: Variant = "dino"
     """dino: seeds of one object per patch, and each object's map stretched to 0..1 before the largest is taken; soft: seeds
     are fractions of patches, and maps are compared as they are."""
     short_side: Annotated[int, ABOVE_ZERO] = 480
