@@ -24,7 +24,7 @@ from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import open_task_data
 from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.labelled_training import Conditions
-from stop_mim.evaluation.linear_training import LinearTraining
+from stop_mim.evaluation.linear_heads import LinearTraining
 from stop_mim.evaluation.logistic import top_accuracy
 from stop_mim.evaluation.probes import linear_probe
 from stop_mim.evaluation.protocols import PROTOCOLS

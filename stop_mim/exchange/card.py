@@ -14,6 +14,7 @@ from stop_mim.results import RESULTS_FILE, read_results
 from stop_mim.training.config import TrainConfig
 
 TAGS = ["self-supervised learning", "masked image modelling", "I-JEPA", "StoP", "stop-mim"]
+RESULTS = ("frozen features", "data", "score", "measured")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$])")
 
 Row = tuple[str, str, str, str]
@@ -60,7 +61,7 @@ def model_card(encoder: Encoder, origin: Origin, exported: Exported, licence: st
         summary,
         f"## How to load it\n\n```python\n{code}\n```",
         f"## Training\n\n{_training(origin)}",
-        f"## Results\n\n{_results(origin.scores)}",
+        f"## Results\n\n{_table(RESULTS, origin.scores) if origin.scores else 'Not evaluated yet.'}",
         f"## Licence\n\n{weights}. stop-mim itself: Apache-2.0.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -104,10 +105,6 @@ def _training(origin: Origin) -> str:
         "seed": str(config.seed),
     }
     return _table(("", ""), list(facts.items()))
-
-
-def _results(scores: Sequence[Row]) -> str:
-    return _table(("frozen features", "data", "score", "measured"), scores) if scores else "Not evaluated yet."
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ from ranks import run_ranks
 from small_trainings import ALONE, CONDITIONS, NEWTON, PLAIN, SPEED, WHOLE, coloured, small_encoder
 
 from stop_mim.evaluation.finetuning import FinetuneTraining
-from stop_mim.evaluation.linear_training import LinearTraining
+from stop_mim.evaluation.linear_heads import LinearTraining
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import process_group

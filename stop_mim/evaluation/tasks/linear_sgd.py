@@ -13,7 +13,7 @@ from stop_mim.options import AugmentConfig
 from stop_mim.results import Scalar, Score, accuracy
 
 if TYPE_CHECKING:
-    from stop_mim.evaluation.linear_training import LinearTraining
+    from stop_mim.evaluation.linear_heads import LinearTraining
     from stop_mim.evaluation.protocols import Protocol
 
 
@@ -51,7 +51,7 @@ class LinearSGD(TrainingTask):
         return {**asdict(self.protocol()), "batch_size": self.options.batch_size}
 
     def training(self) -> "LinearTraining":
-        from stop_mim.evaluation.linear_training import LinearTraining
+        from stop_mim.evaluation.linear_heads import LinearTraining
 
         conditions = self.conditions(AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=0.5))
         return LinearTraining(self.subject.encoder, self.data.train, self.options.batch_size, conditions)
