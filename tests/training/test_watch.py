@@ -14,7 +14,7 @@ from tiny_run import tiny_config, write_images
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.inputs import StepInputs
 from stop_mim.training.run_folder import RunFolder
-from stop_mim.training.watch import Place, describe, is_lost, last_of
+from stop_mim.training.watch import Place, Watch, describe, is_lost, last_of
 
 SPEED = SpeedConfig("cpu", batch_size_per_device=2, workers=0, timeout_minutes=0.05)
 FAULTS = ("stuck in a step", "stuck at the start", "killed", "other data")
@@ -95,3 +95,16 @@ def test_who_is_behind_is_named():
     assert is_lost(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert not is_lost(RuntimeError("shapes"))
     assert not is_lost(ValueError("Connection closed"))
+
+
+@pytest.mark.parametrize(("seconds", "silent", "ends"), [(0.5, set(), False), (0.5, {1}, True), (5.0, set(), True)])
+def test_processes_wait_for_one_that_lives_and_moves(monkeypatch, seconds, silent, ends):
+    """Such as the first one, which decodes labelled images alone."""
+    watch, ended = Watch(), []
+    watch._world_size, watch._timeout, watch.tell = 2, 3.0, ended.append
+    places = {0: Place(9, "start-up, waiting", 5.0, 20), 1: Place(8, "start-up, decoding", seconds, 20)}
+    monkeypatch.setattr(watch, "_look", lambda: (places, silent))
+    monkeypatch.setattr(watch, "_ask", lambda question: None)
+    monkeypatch.setattr(watch, "_end", lambda: None)
+    watch._judge()
+    assert ["process 1" in sentence for sentence in ended] == [True] * ends
