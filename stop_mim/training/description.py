@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stop_mim.data.bad_images import skipped
 from stop_mim.models.objective import TargetObjective
 from stop_mim.tables import duration
 from stop_mim.training.callbacks.progress import ProgressDisplay
@@ -42,7 +41,7 @@ def describe_run(
     lines = {
         "run": folder.path,
         "data": f"{config.data}; {parts.images.description}",
-        "skipped": skipped(0, parts.ignored),
+        "skipped": folder.skipped(),
         "masks": inputs.masks,
         "encoder": f"{parameters:.1f} M parameters, {encoder.grid[0]}x{encoder.grid[1]} patches",
         "schedule": f"{total:,} steps ({optim.epochs:,} epochs of {per_epoch:,}), warm-up {optim.warmup_epochs:g} epochs, "

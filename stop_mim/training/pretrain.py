@@ -17,7 +17,7 @@ from rich.console import Console
 
 from stop_mim.constraints import check_effects
 from stop_mim.data.batches import Batches
-from stop_mim.data.sources import is_dataset
+from stop_mim.data.sources import absolute_name, is_dataset
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.kernels.fast import is_half
@@ -83,7 +83,8 @@ def train(
             folder.discard_bad_images()
         wait_for_all(ranks)
         with ProgressDisplay(console, ranks.is_main, folder.log) as display:
-            config = settle(replace(config, out=str(folder.path)), ranks, display.say, memory_of_step)
+            config = at_absolute_paths(replace(config, out=str(folder.path)))
+            config = settle(config, ranks, display.say, memory_of_step)
             parts = prepare(config, folder, ranks, display)
             weights = None if initialise is None else initialise(parts.objective, warn=display.warn)
             trial = None
@@ -122,7 +123,7 @@ def resume(
     folder = RunFolder(Path(path))
     begun = folder.config()
     if data is not None:
-        begun = replace(begun, data=data)
+        begun = at_absolute_paths(replace(begun, data=data))
     elif not is_dataset(begun.data):
         raise InputError(f"The data of this run, '{begun.data}', are not there: give their new place with --data.")
     config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
@@ -132,6 +133,9 @@ def resume(
         folder.lock(ranks.is_main),
         ProgressDisplay(console, ranks.is_main, folder.log) as display,
     ):
+        if data is not None and ranks.is_main:
+            folder.discard_bad_images()
+        wait_for_all(ranks)
         for error in damaged:
             display.warn(f"{error} An older checkpoint is taken instead, as --or-older asks for.")
         parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
@@ -150,6 +154,16 @@ def resume(
             folder.record_environment({"resumed_at_step": step})
         wait_for_all(ranks)
         return run(parts, folder, display)
+
+
+def at_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return the config with names of datasets, and so of bad images, that are the same from any directory."""
+    labelled = config.probe.data and _absolute(config.probe.data)
+    return replace(config, data=_absolute(config.data), probe=replace(config.probe, data=labelled))
+
+
+def _absolute(name: str) -> str:
+    return absolute_name(name) if is_dataset(name) else name
 
 
 def prepare(

@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from stop_mim.data.bad_images import skipped
-from stop_mim.data.sources import absolute_name
 from stop_mim.errors import InputError, printable
 from stop_mim.files import append_line, locked, remove_temporaries, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
@@ -86,7 +84,7 @@ class RunFolder:
             yield
 
     def discard_bad_images(self) -> None:
-        """Delete the lists of bad images of a run that never began: the images may have been repaired since."""
+        """Delete the lists of bad images, of a run that never began or whose data have moved: they may be repaired since."""
         for file in self._bad_images_files():
             file.unlink()
 
@@ -105,12 +103,8 @@ class RunFolder:
         self.write_config(config)
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write config.json, with datasets that can be found from any directory."""
-        probe = config.probe
-        if probe.data is not None:
-            probe = replace(probe, data=absolute_name(probe.data))
-        kept = replace(config, data=absolute_name(config.data), probe=probe)
-        write_atomically(self.config_file, lambda file: file.write_text(to_json(kept)))
+        """Write config.json."""
+        write_atomically(self.config_file, lambda file: file.write_text(to_json(config)))
 
     def record_environment(self, facts: dict[str, Any]) -> None:
         """Append versions, hardware and these facts, for the session that begins."""

@@ -22,7 +22,7 @@ from stop_mim.training.config import (
     PredictorConfig,
     SpeedConfig,
 )
-from stop_mim.training.pretrain import train
+from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
 from stop_mim.training.step import TrainingStep
 
@@ -110,6 +110,12 @@ def test_what_was_skipped_is_on_screen_in_the_log_and_in_the_records(tmp_path, m
     folder = RunFolder(tmp_path / "run")
     assert folder.skipped() == "1 unreadable; ignored: 1 .heic; convert .heic files to JPEG to use them"
     assert folder.config().data == str(data), "the path is valid in any directory"
+    # It is the same image in a later session, and where the data have moved: 2 of 23 would be too many.
+    quietly(resume, tmp_path / "run", stop_after_steps=4)
+    data.rename(tmp_path / "moved")
+    quietly(resume, tmp_path / "run", data="moved")
+    (line,) = folder.bad_images_file.read_text().splitlines()
+    assert line.startswith(str(tmp_path / "moved"))
     with pytest.raises(InputError, match="max_bad is 5"):
         replace(config, max_bad="5")
 
