@@ -1,10 +1,11 @@
 """From outside the package: a source, a covariance, a task and a sweep, each in one file, through the command line."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from stop_mim.cli import main
 
 PLUGINS = {
     "my_source": """
@@ -118,20 +119,21 @@ TINY = [
 ]
 
 
-def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_with_an_option(tmp_path, scene_cache):
-    """The sweep runs `pretrain` and `evaluate` as new processes, which load the plugins again."""
+def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_with_an_option(tmp_path, monkeypatch):
+    """The sweep, in a forked process, runs `pretrain` and `evaluate` as new ones, which load the plugins again."""
     for name, text in PLUGINS.items():
         (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]))
+    monkeypatch.setenv("STOP_MIM_PLUGINS", ",".join(PLUGINS))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     command = ["sweep", "loudness", "--scale", "seconds", "--seeds", "0", "--variants", "loud"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]),
-        "STOP_MIM_PLUGINS": ",".join(PLUGINS),
-        "STOP_MIM_CACHE": str(scene_cache),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "stop_mim", *command, "--positions.covariance", "scalar", *TINY]
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    command += ["--positions.covariance", "scalar", *TINY]
+    process = multiprocessing.get_context("fork").Process(target=main, args=(command,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     sweep = tmp_path / "runs" / "sweep-loudness-seconds"
     summary = json.loads((sweep / "summary.json").read_text())
     assert (summary["failed"], summary["unfinished"]) == ({}, [])
