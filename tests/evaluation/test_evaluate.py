@@ -30,7 +30,6 @@ from stop_mim.evaluation.tasks.linear import LinearOptions
 from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
 from stop_mim.evaluation.tasks.low_shot import LowShotOptions
 from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
-from stop_mim.exchange.export import export_encoder
 from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
 from stop_mim.results import find_score, read_results
 from stop_mim.training.config import SpeedConfig
@@ -255,64 +254,27 @@ def test_a_run_is_scored_beside_its_untrained_network(run, colours, tmp_path):
     assert "knn/centred/neighbours=3/top1" in console.file.getvalue()
 
 
-def released(folder):
-    """A file with the key layout of the I-JEPA and StoP releases."""
-    encoder = create_encoder(Dimensions(192, 1, 3), 32, 8)
-    state = {f"module.{name}": tensor for name, tensor in encoder.vit.state_dict().items()}
-    torch.save(
-        {"encoder": state, "target_encoder": state, "predictor": {}, "opt": {}, "epoch": 1}, folder / "r.pth.tar"
-    )
-    return folder / "r.pth.tar"
-
-
-def timm_file(folder):
-    save_file(create_encoder(Dimensions(192, 1, 3), 32, 8).vit.state_dict(), folder / "timm.safetensors")
-    return folder / "timm.safetensors"
-
-
-def hub_folder(kind):
-    def write(folder):
-        transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-        config = getattr(transformers, f"{kind}Config")(**sizes, image_size=32, patch_size=8)
-        getattr(transformers, f"{kind}Model")(config).save_pretrained(folder / kind)
-        return folder / kind
-
-    return write
-
-
-def exported(form):
-    def write(folder):
-        save_encoder(create_encoder(Dimensions(24, 1, 2), 32, 8), folder / "mine.safetensors")
-        return export_encoder(str(folder / "mine.safetensors"), form, folder / form)
-
-    return write
-
-
-@pytest.mark.parametrize(
-    ("write", "name", "said"),
-    [
-        (released, "{}#encoder", "number of heads: 3 are assumed"),
-        (timm_file, "{}", "number of heads: 3 are assumed"),
-        (exported("timm"), "{}", ""),
-        (hub_folder("IJepa"), "hf:{}", ""),
-        (hub_folder("Dinov2"), "{}", "has a class token, which is probed"),
-    ],
-    ids=["release", "timm file", "timm folder", "hf I-JEPA", "hf DINOv2"],
-)
-def test_encoders_of_others(colours, tmp_path, write, name, said):
-    torch.manual_seed(0)
+def test_guessed_heads_are_said_and_recorded(colours, tmp_path):
+    save_file(create_encoder(Dimensions(192, 1, 3), 32, 8).vit.state_dict(), tmp_path / "timm.safetensors")
     console = Console(file=io.StringIO(), width=400)
-    name = name.format(write(tmp_path))
     config = replace(QUICK, task=("knn",), data=str(colours))
-    (found,) = evaluate([name], config, console)
-    assert value(found, "knn/centred/neighbours=3/top1") > 80, "four plain colours"
-    assert ("are assumed" in console.file.getvalue()) == ("guessed_heads" in found.facts) == ("assumed" in said)
-    assert said in console.file.getvalue()
-    if "Dinov2" in name:
-        (mean,) = evaluate([name], replace(config, pool="mean"), silent())
-        assert [found.facts["pool"], mean.facts["pool"]] == ["cls", "mean"]
-        assert found.identity() != mean.identity()
+    (found,) = evaluate([str(tmp_path / "timm.safetensors")], config, console)
+    assert "number of heads: 3 are assumed" in console.file.getvalue()
+    assert found.facts["guessed_heads"] == 3
+
+
+def test_a_class_token_is_probed_unless_the_mean_is_asked_for(colours, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, image_size=32, patch_size=8))
+    model.save_pretrained(tmp_path / "dino")
+    console = Console(file=io.StringIO(), width=400)
+    config = replace(QUICK, task=("knn",), data=str(colours))
+    (token,) = evaluate([str(tmp_path / "dino")], config, console)
+    assert "has a class token, which is probed" in console.file.getvalue()
+    (mean,) = evaluate([str(tmp_path / "dino")], replace(config, pool="mean"), silent())
+    assert [token.facts["pool"], mean.facts["pool"]] == ["cls", "mean"]
+    assert token.identity() != mean.identity()
 
 
 # What is shared
