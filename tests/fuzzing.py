@@ -82,6 +82,8 @@ def tiny_encoder():
 def write_run(folder, sigma=0.25):
     """A run with a checkpoint, health signs and scores, as if it had been trained."""
     run, config = RunFolder(folder), tiny_run_config(folder, sigma)
+    (images := folder.with_name("images")).mkdir(exist_ok=True)
+    (images / "a.png").write_bytes(picture())
     run.create(config, "tiny")
     for step in range(1, 4):
         values = {f"health/{one.name}": step for one in fields(HealthSigns)}
@@ -97,7 +99,7 @@ def write_run(folder, sigma=0.25):
 
 def tiny_run_config(folder, sigma):
     return TrainConfig(
-        data="scenes:count=2,size=16",
+        data=str(folder.with_name("images")),
         out=str(folder),
         encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=16, depth=1, heads=2),
         predictor=PredictorConfig(width=16, depth=1, heads=2),

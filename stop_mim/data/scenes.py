@@ -35,6 +35,8 @@ Result = TypeVar("Result")
 
 RENDERER_VERSION = 1
 SMALLEST_SIZE = 32
+# Of all scenes together, which are held in memory: 64 GiB.
+MOST_PIXELS = 2**34
 CHUNK = 16
 RAYS_AT_ONCE = 1 << 17
 STILLS, VIDEOS = 0, 1
@@ -137,6 +139,8 @@ def parse_options(options: str, defaults: Mapping[str, int]) -> dict[str, int]:
         if not value.isdecimal() or int(value) < least:
             raise InputError(f"The option {key} of scenes is '{value}': give a whole number of at least {least}.")
         chosen[key] = int(value)
+    if chosen["count"] * chosen["size"] ** 2 > MOST_PIXELS:
+        raise InputError(f"'scenes:{options}' does not fit into memory: give a smaller count or size.")
     return chosen
 
 

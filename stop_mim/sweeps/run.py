@@ -122,9 +122,9 @@ def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Con
     seeds = ", ".join(map(str, config.seeds))
     title = f"{plan.sweep} at {plan.scale} scale: {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
     rows = []
-    for variant, overrides in plan.variants.items():
+    for variant in dict.fromkeys(job.variant for job in jobs):
         own = [job.finished for job in jobs if job.variant == variant]
-        changed = ", ".join(f"{path} {value}" for path, value in overrides.items())
+        changed = ", ".join(f"{path} {value}" for path, value in plan.variants[variant].items())
         name = f"{variant} (baseline)" if variant == plan.baseline else variant
         rows.append([name, changed, f"{sum(own)} of {len(own)}"])
     console.print(Table(title, ["variant", "changes", "finished"], rows, names=2).on_screen())

@@ -106,6 +106,7 @@ def test_scenes():
         ("scenes:colour=3", "'colour': choose among count, size, seed"),
         ("scenes:count=many", "count of scenes is 'many'"),
         ("scenes:count=0", "count of scenes is '0'"),
+        ("scenes:count=99999999999", "count=99999999999' does not fit into memory"),
         ("scenes:size=31", "'31': .* at least 32"),
     ],
 )
