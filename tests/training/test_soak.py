@@ -66,7 +66,7 @@ def session(folder, images, chance):
     step, name = done + chance.randrange(1, 12), chance.choice(["kill", "signal", "disk", "worker", "data", "damage"])
     away = images.with_name("away")
     faults = {
-        "kill": killed_after(chance.uniform(0.1, 5)),
+        "kill": killed_after(chance.uniform(0.1, 2)),
         "signal": at_step(step, lambda: os.kill(os.getpid(), chance.choice([signal.SIGTERM, signal.SIGUSR1]))),
         "disk": at_step(step, full_disk(chance.choice([2_000, 100_000, 2_000_000]))),
         "worker": at_step(step, kill_worker),
