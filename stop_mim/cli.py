@@ -36,7 +36,7 @@ from stop_mim.registry import Registry, load_plugins, unknown_name
 from stop_mim.sweeps.grid import SWEEPS
 from stop_mim.sweeps.grid import summary as sweep_summary
 from stop_mim.sweeps.plan import SweepConfig, base_config
-from stop_mim.training.config import SpeedConfig, TrainConfig
+from stop_mim.training.config import SpeedConfig, TrainConfig, require_data
 from stop_mim.training.config_file import read_config, run_name
 from stop_mim.training.derived import following
 from stop_mim.training.recipes import RECIPES, find_recipe, summary, with_compat
@@ -158,6 +158,8 @@ class Pretrain:
     run: Annotated[Any, arg(constructor_factory=lambda: _recipes(PretrainOptions), name="")]
 
     def __call__(self) -> None:
+        require_data(self.run.config)
+        _require_datasets(self.run.config.data, self.run.config.probe.data)
         from stop_mim.training.pretrain import train
 
         more: dict[str, Any] = {}
@@ -211,10 +213,7 @@ class Evaluate:
         check_arguments(self.encoders, self.config)
         for name in self.encoders:
             _require_path("encoder", name)
-        for name in filter(None, (self.config.data, self.config.test_data)):
-            # A plugin may open names of its own.
-            if name != "scenes" and "stop_mim.data.sources" not in sys.modules:
-                _require_path("dataset", name)
+        _require_datasets(self.config.data, self.config.test_data)
         from stop_mim.evaluation.evaluate import evaluate
 
         evaluate(self.encoders, self.config)
@@ -321,6 +320,8 @@ class Report:
     """At most sixteen images to show the encoders' features of; default: some of the first run's data."""
 
     def __call__(self) -> None:
+        for run in self.runs:
+            _require_path("run", str(run))
         from stop_mim.analysis.report import write_report
 
         write_report(self.runs, self.out, self.images or None, Console())
@@ -485,13 +486,20 @@ def _submit(given: Sequence[str], command: Any, launch: LaunchConfig) -> None:
 
 def _config_first(given: list[str]) -> list[str]:
     """Return the arguments with the file of --config in the place of the recipe's name."""
-    command, option, *rest = [*given, "", ""]
-    if command not in ("pretrain", "bench", "plan") or option.partition("=")[0] != "--config":
+    place = next((place for place, one in enumerate(given) if one.partition("=")[0] == "--config"), 0)
+    if not place or given[0] not in ("pretrain", "bench", "plan"):
         return given
-    file, *others = [option.partition("=")[2], *rest] if "=" in option else rest
+    if place > 1 and not given[1].startswith("-"):
+        raise InputError(
+            f"'{given[1]}' and --config are both given: leave one out; a line 'recipe: {given[1]}' in the file names it."
+        )
+    option, *after = given[place:]
+    file = option.partition("=")[2]
+    if option == "--config":
+        file, *after = after or [""]
     if not _is_config_file(file):
         raise InputError(f"--config is '{file}': give a file such as RUN/config.json, or one that ends in .yaml.")
-    return [command, file, *others[:-2]]
+    return [given[0], file, *given[1:place], *after]
 
 
 def _check_name(command: str, name: str = "") -> None:
@@ -514,6 +522,14 @@ def _require_path(kind: str, name: str) -> None:
     close = difflib.get_close_matches(path.name, others, n=1)
     remedy = f"did you mean '{path.parent / close[0]}'?" if close else "check the path."
     raise InputError(f"There is no {kind} '{name}': {remedy}")
+
+
+def _require_datasets(*names: str | None) -> None:
+    """Raise InputError for paths of datasets that are not there, before torch is imported."""
+    for name in filter(None, names):
+        # A plugin may open names of its own.
+        if name != "scenes" and "stop_mim.data.sources" not in sys.modules:
+            _require_path("dataset", name)
 
 
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Records in JSON files, read with one schema: the types of dataclasses. What does not fit is an InputError with its place."""
 
 import dataclasses
+import difflib
 import json
 import types
 import typing
@@ -58,7 +59,9 @@ def _dataclass(kind: type, value: Any, name: str, base: Any) -> Any:
     _required(value, isinstance(value, dict), name or "the record", "a mapping")
     known = typing.get_type_hints(kind, include_extras=True)
     if unknown := [key for key in value if key not in known]:
-        raise InputError(f"The configuration has an unknown field '{_path(name, str(unknown[0]))}': remove it.")
+        close = difflib.get_close_matches(str(unknown[0]), known, n=1)
+        remedy = f"did you mean '{_path(name, close[0])}'?" if close else "remove it."
+        raise InputError(f"The configuration has an unknown field '{_path(name, str(unknown[0]))}': {remedy}")
     parts = {
         key: from_plain(known[key], part, _path(name, key), getattr(base, key, None)) for key, part in value.items()
     }

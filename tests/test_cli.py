@@ -101,6 +101,9 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         "figure",
         "figure 4 --runs no/such/run",
         "figure 4 --rums no/such/run",
+        "report no/such/run",
+        "pretrain stop-photos",
+        "pretrain stop-photos --data no/such/folder",
     ]
     program = f"""
 import sys
@@ -154,6 +157,7 @@ def test_the_formats_and_figures_that_the_command_line_knows_are_the_registered_
         (["pretrain", "stop-tiny-imagenet"], "data is not given"),
         (["pretrain", "--config", "stop-vitb16"], "--config is 'stop-vitb16'"),
         (["pretrain", "--config"], "--config is ''"),
+        (["pretrain", "stop-photos", "--config", "missing.yaml"], "'stop-photos' and --config are both given"),
         (["pretrain", "--config", "missing.yaml"], "missing.yaml: No such file"),
         (["pretrain", "demo", "--max-bad", "5"], "max_bad is 5"),
         (["pretrain", "demo", "--data", "scenes:count=8,size=32"], "optim.batch_size is 16"),
@@ -295,12 +299,13 @@ def test_the_warm_up_follows_the_epochs_and_a_file_takes_the_place_of_a_recipe(m
 
     config, _ = trained("demo", "--optim.epochs", "3")
     assert (config.optim.epochs, config.optim.warmup_epochs) == (3, 0.3)
-    config, _ = trained("stop-photos", "--optim.epochs=3", "--optim.warmup-epochs", "2", "--data.max-bad", "5%")
+    photos = ("stop-photos", "--data", "scenes")
+    config, _ = trained(*photos, "--optim.epochs=3", "--optim.warmup-epochs", "2", "--data.max-bad", "5%")
     assert (config.optim.epochs, config.optim.warmup_epochs, config.max_bad) == (3, 2, "5%")
     assert config.optim.derive == ("batch_size", "lr", "start_lr", "final_lr")
     file = tmp_path / "mine.yaml"
     file.write_text("recipe: demo\noptim: {epochs: 50}\ndata: photos\n")
-    for first in (["--config", str(file)], [f"--config={file}"], [str(file)]):
+    for first in (["--seed", "7", "--config", str(file)], [f"--config={file}"], [str(file)]):
         config, name = trained(*first, "--optim.epochs", "10", "--seed", "7")
         assert (config.optim.epochs, config.optim.warmup_epochs, config.data, config.seed) == (10, 1, "photos", 7)
         assert name == "mine"

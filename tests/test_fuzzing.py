@@ -49,6 +49,7 @@ def test_many_damaged_files_are_read_or_refused(tmp_path, kind):
         ({"positions": {"kind": ["sincos"]}}, r"positions.kind is \['sincos'\]"),
         ({"data": {"a": 1}}, "data is"),
         ({"optim": {"rate": 1}}, "unknown field 'optim.rate'"),
+        ({"optim": {"epoch": 1}}, r"did you mean 'optim.epochs'\?"),
     ],
 )
 def test_a_value_of_a_wrong_type_or_size_is_named(plain, named):

@@ -23,6 +23,7 @@ from stop_mim.constraints import (
     Number,
     OnlyWith,
 )
+from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
 
@@ -186,6 +187,12 @@ class TrainConfig(Checked):
     log: LogConfig = field(default_factory=LogConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def require_data(config: TrainConfig) -> None:
+    """Raise InputError unless the configuration names a dataset; most recipes have none."""
+    if not config.data:
+        raise InputError("data is not given: add --data with a folder, a parquet file or another dataset.")
 
 
 def to_json(config: TrainConfig) -> str:

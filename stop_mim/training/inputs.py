@@ -21,7 +21,7 @@ from stop_mim.masking import RELEASE_IMAGES, Masks, build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import require_possible
-from stop_mim.training.config import SpeedConfig, TrainConfig
+from stop_mim.training.config import SpeedConfig, TrainConfig, require_data
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.step import MaskedBatches
 
@@ -119,8 +119,7 @@ class SyntheticImages:
 
 def open_data(config: TrainConfig) -> ImageSource:
     """Open the dataset of a run."""
-    if not config.data:
-        raise InputError("data is not given: add --data with a folder, a parquet file or another dataset.")
+    require_data(config)
     return open_source(config.data)
 
 
