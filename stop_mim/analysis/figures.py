@@ -439,10 +439,10 @@ def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
     for tying, informative, colour in cases:
         task = theory.ToyTask(informative=informative)
         histories = [theory.train_toy(task, tying, seed=seed) for seed in range(seeds)]
-        norms = torch.tensor([history.noise_norm for history in histories])
+        steps, norms = list(histories[0]), torch.tensor([list(history.values()) for history in histories])
         mean, std = norms.mean(0).numpy(), norms.std(0).numpy()
-        axes.plot(histories[0].steps, mean, color=colour, label=f"{tying}, {_context_label(informative)}")
-        axes.fill_between(histories[0].steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(steps, mean, color=colour, label=f"{tying}, {_context_label(informative)}")
+        axes.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
     axes.set(xlabel="training step", ylabel=r"$\|A\|$ of the noise")
     axes.set_ylim(bottom=0)
     axes.legend(title=f"mean ± s.d., {seeds} seeds", title_fontsize=8)

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -43,14 +44,6 @@ class Status:
     total_steps: int | None = None
     message: str = ""
     updated: str = ""
-
-
-def read_status(path: Path) -> Status:
-    """Read the status of a run directory."""
-    try:
-        return from_plain(Status, RunFolder(path).status() or {})
-    except InputError:
-        return Status()
 
 
 @dataclass(frozen=True)
@@ -207,9 +200,11 @@ class AnalysedRun(RunRecords):
 
 def read_records(path: str | Path) -> RunRecords:
     """Read a run directory; one without a run is an InputError."""
-    path = Path(path)
-    results = read_results(path / RESULTS_FILE)
-    return RunRecords(path, RunFolder(path).config(), read_metrics(path), results, read_status(path))
+    folder = RunFolder(Path(path))
+    results, status = read_results(folder.path / RESULTS_FILE), Status()
+    with suppress(InputError):
+        status = from_plain(Status, folder.status() or {})
+    return RunRecords(folder.path, folder.config(), read_metrics(folder.path), results, status)
 
 
 def open_run(path: str | Path) -> AnalysedRun:
