@@ -122,15 +122,20 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
+def require_regular(path: Path) -> None:
+    """Raise InputError if there is a pipe, a device or a folder at `path`: reading a pipe may never end."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} cannot be read: it is not a regular file.")
+
+
 def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the tensors of a file, mapped into memory, and its metadata; raise InputError if it is damaged.
 
     Args:
-        path: the file; a pipe or a device is refused, since reading it may never end.
+        path: the file.
         tensors: False reads the metadata alone.
     """
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path} cannot be read: it is not a regular file.")
+    require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys() if tensors else ()

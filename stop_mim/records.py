@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stop_mim.errors import InputError, first_line
+from stop_mim.files import require_regular
 
 # Whole numbers beyond these fit neither tensors nor seeds.
 MOST = 2**63 - 1
@@ -19,6 +20,7 @@ SHOWN = 40
 
 def read_record(path: Path, kind: Any, remedy: str) -> Any:
     """Return the contents of a JSON file as a value of that type; anything else is an InputError with path and remedy."""
+    require_regular(path)
     try:
         return from_plain(kind, json.loads(path.read_bytes()))
     # An InputError is a ValueError; a file that is nested too deeply is a RecursionError.

@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +18,8 @@ from stop_mim.records import from_plain
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.config_file import read_config
 from stop_mim.training.run_folder import RunFolder
+
+IMAGES = ("png", "jpeg", "tiff", "webp")
 
 
 def counts(kind):
@@ -32,6 +36,24 @@ def test_damaged_files_are_read_or_refused(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_damaged_files_are_read_or_refused(tmp_path, kind):
     assert fuzz(kind, range(1000, 1000 + counts(kind)[1]), tmp_path) == {}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in IMAGES and not kind.startswith("figures")])
+def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(tmp_path, kind):
+    """Nobody writes to the pipe: to open it would wait for ever."""
+    name, write, read = KINDS[kind]
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    write(path)
+    path.unlink()
+    os.mkfifo(path)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for the pipe"))
+    signal.alarm(20)
+    try:
+        with suppress(InputError):
+            read(path)
+    finally:
+        signal.alarm(0)
 
 
 @pytest.mark.parametrize(

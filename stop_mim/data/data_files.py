@@ -22,6 +22,7 @@ from stop_mim.data.cache import cached_file, gib_from, record_path
 from stop_mim.data.image_source import ImageSource, changed, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
+from stop_mim.files import require_regular
 
 REMOTE_GIB = 50.0
 """Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
@@ -176,6 +177,7 @@ def _expanded(pattern: str) -> list[str]:
 def found_file(name: str) -> DataFile:
     """Return the file of this path or URL as it is now."""
     if not is_url(name):
+        require_regular(Path(name))
         try:
             state = os.stat(name)
         except FileNotFoundError as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -143,11 +144,13 @@ def class_labels(classes: np.ndarray | None) -> dict[str, np.ndarray]:
 
 
 def file_state(path: Path | str) -> tuple[int, int]:
-    """Return a file's size and time of change; (-1, -1) if it cannot be found."""
+    """Return a file's size and time of change; (-1, -1) if it cannot be found. A pipe or a device is an InputError."""
     try:
         state = os.stat(path)
     except OSError:
         return -1, -1
+    if not stat.S_ISREG(state.st_mode):
+        raise InputError(f"{path} cannot be read: it is not a regular file.")
     return state.st_size, state.st_mtime_ns
 
 

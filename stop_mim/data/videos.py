@@ -22,7 +22,7 @@ from stop_mim.data.image_source import digest
 from stop_mim.data.scenes import RENDERER_VERSION, parse_options, render_video
 from stop_mim.data.sources.folder import sub_folders
 from stop_mim.errors import InputError, first_line
-from stop_mim.files import write_atomically
+from stop_mim.files import require_regular, write_atomically
 
 VOID = 255
 LAYOUT = "JPEGImages/480p/SEQUENCE/00000.jpg and Annotations/480p/SEQUENCE/00000.png"
@@ -293,6 +293,7 @@ def write_mask(path: Path, mask: UInt8[Tensor, "height width"]) -> None:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
+    require_regular(path)
     try:
         yield
     # Pillow answers corrupt files with a dozen kinds of exceptions.

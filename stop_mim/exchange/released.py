@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import encoder_from_timm_names
+from stop_mim.files import require_regular
 from stop_mim.models.encoder import SIZES, Encoder, EncoderSize, misfit
 from stop_mim.models.ijepa import build_ijepa
 from stop_mim.models.predictor import Predictor
@@ -47,6 +48,7 @@ NUMBERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 def read_pickle(path: Path) -> Any:
     """Read a torch.save file on the CPU; no code in it runs, and anything but tensors and numbers is an InputError."""
+    require_regular(path)
     try:
         with torch.serialization.safe_globals(NUMBERS), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -21,10 +21,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stop_mim.errors import InputError
-from stop_mim.files import read_safetensors, remove, sync_folder, write_atomically
+from stop_mim.files import read_safetensors, remove, require_regular, sync_folder, write_atomically
 from stop_mim.training.distributed import local_part, sharded_like
 
 FILE_VERSION = 1
@@ -97,11 +98,23 @@ def begin_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Futur
     return dcp.async_save(kept, storage_writer=writer, process_group=group)  # type: ignore[return-value]
 
 
+def wait_for_shards(writing: Future[Any], path: Path) -> None:
+    """Wait until all processes have written their shards; an OSError of any of them is raised here, with the path."""
+    try:
+        writing.result()
+    except CheckpointException as error:
+        causes = (cause for cause, _ in error.failures.values() if isinstance(cause, OSError))
+        if (cause := next(causes, None)) is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
 def finish_save(folder: Path, path: Path, step: int, state: Mapping[str, Any]) -> None:
     """Add the plain values to a directory whose shards are written, and give it its name in one step."""
     files = {file.name: _file_checksum(file) for file in sorted(folder.glob("*.safetensors"))}
     contents = {"format": DIRECTORY_FORMAT, "step": step, "state": state, "files": files}
-    (folder / STATE_FILE).write_text(json.dumps(contents))
+    # The shards are on the disk already.
+    write_atomically(folder / STATE_FILE, lambda file: file.write_text(json.dumps(contents)))
     shutil.rmtree(path, ignore_errors=True)
     folder.replace(path)
     sync_folder(path.parent)
@@ -113,6 +126,7 @@ def read_sharded(path: Path, whole: bool = True) -> tuple[int, dict[str, Tensor]
     Unless `whole` is set, tensors of model and optimiser are on the meta device, for `load_shards`.
     """
     try:
+        require_regular(path / STATE_FILE)
         contents = json.loads((path / STATE_FILE).read_text())
         if contents["format"] != DIRECTORY_FORMAT:
             raise InputError(f"its format is {contents['format']}")
@@ -129,6 +143,8 @@ def read_sharded(path: Path, whole: bool = True) -> tuple[int, dict[str, Tensor]
         }
         load_shards(path, {name: tensor for name, tensor in tensors.items() if not tensor.is_meta})
         return int(contents["step"]), tensors, dict(contents["state"])
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{type(error).__name__}: {error}") from error
 
@@ -210,5 +226,6 @@ def _checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 
 def _file_checksum(file: Path) -> str:
+    require_regular(file)
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from stop_mim.errors import InputError, first_line
+from stop_mim.files import require_regular
 from stop_mim.records import from_plain
 from stop_mim.training.config import TrainConfig, flat
 from stop_mim.training.derived import following
@@ -20,6 +21,7 @@ def read_config(path: Path) -> TrainConfig:
     The file has the layout of a run's config.json; fields that it leaves out are those of the recipe that it names
     (`recipe: stop-photos`), or the defaults. Directory and early stop of another run are not taken over.
     """
+    require_regular(path)
     try:
         text = path.read_text()
         plain = dict(json.loads(text) if path.suffix == ".json" else yaml.load(text, _NoAliases) or {})

@@ -16,7 +16,7 @@ import torch
 
 from stop_mim.data.bad_images import skipped
 from stop_mim.errors import InputError, printable
-from stop_mim.files import append_line, locked, remove_temporaries, write_atomically
+from stop_mim.files import append_line, locked, remove_temporaries, require_regular, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE
 from stop_mim.records import MOST, from_plain, read_record
 from stop_mim.training.checkpoint import checkpoints_in
@@ -190,6 +190,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def _measurements(file: Path) -> Iterator[tuple[str, dict[str, float]]]:
+    require_regular(file)
     for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
         try:
             found = json.loads(line)

@@ -131,6 +131,18 @@ def test_a_disk_that_fills_up_is_one_sentence(tmp_path, images, expected):
     check_end(folder, expected)
 
 
+def test_a_disk_that_fills_up_while_shards_are_written_is_one_sentence(folder):
+    sharded = ("--speed.sharding", "full")
+    assert resume(folder, lambda: None, *sharded, "--stop-after-steps", 3).wait() == 0
+    command = resume(folder, at_step(3, full_disk(60_000)), *sharded)
+    assert command.wait() == 2, command.text()
+    assert "step-00000006.sharded: File too large: free some space" in command.sentence()
+    # What is written in the background is looked at by the next save.
+    check_good(folder, every=6)
+    assert resume(folder, lambda: None, *sharded).wait() == 0
+    assert not list(folder.rglob(".*")), "temporary files stay"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_worker_that_is_killed_ends_the_run_with_a_sentence(folder, number):
     kill = at_step(2, lambda: os.kill(multiprocessing.active_children()[0].pid, number))

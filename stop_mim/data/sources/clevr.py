@@ -12,6 +12,7 @@ from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import SOURCES, SourceKind, choose_split
 from stop_mim.data.sources.folder import FileSource
 from stop_mim.errors import InputError, first_line
+from stop_mim.files import require_regular
 
 # The test split has no scenes, so no labels.
 _SPLITS = ("train", "val")
@@ -53,6 +54,7 @@ class Clevr(SourceKind):
 def _read_scenes(path: Path) -> dict[str, tuple[int, float]]:
     """Return the count and the nearest distance of the objects of each image, by the name of its file."""
     found: dict[str, tuple[int, float]] = {}
+    require_regular(path)
     try:
         for scene in json.loads(path.read_bytes(), object_hook=_keep_needed)["scenes"]:
             file, distances = str(scene["image_filename"]), [float(one["pixel_coords"][2]) for one in scene["objects"]]

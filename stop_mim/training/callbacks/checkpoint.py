@@ -19,6 +19,7 @@ from stop_mim.training.checkpoint import (
     finish_save,
     prune_checkpoints,
     save_checkpoint,
+    wait_for_shards,
 )
 from stop_mim.training.config import CheckpointConfig
 from stop_mim.training.distributed import wait_for_all, whole_tensor
@@ -119,14 +120,14 @@ class SaveShardedRun(SaveRun):
         encoder = self._whole_encoder()
 
         def publish() -> None:
-            """Wait until all processes have written, then make the checkpoint and its encoder visible."""
-            writing.result()
-            finish_save(unfinished, path, checkpoint.step, checkpoint.state)
-            self._write_encoder(encoder)
-            self.clean_up(checkpoint.step)
+            """Wait until all processes have written; the first one then makes the checkpoint and its encoder visible."""
+            wait_for_shards(writing, path)
+            if trainer.ranks.is_main:
+                finish_save(unfinished, path, checkpoint.step, checkpoint.state)
+                self._write_encoder(encoder)
+                self.clean_up(checkpoint.step)
 
-        if trainer.ranks.is_main:
-            self._pending = self._background.submit(publish)
+        self._pending = self._background.submit(publish)
 
     def save_encoder(self, trainer: Trainer) -> None:
         encoder = self._whole_encoder()
