@@ -9,6 +9,7 @@ from test_trainer import make_trainer
 
 from stop_mim.training.callbacks import progress
 from stop_mim.training.callbacks.progress import ProgressDisplay, ShowProgress
+from stop_mim.training.step import StepOutcome
 
 ANSI_CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -51,15 +52,16 @@ def test_values_that_are_measured_rarely_are_shown_with_their_step():
     shown = []
     show, trainer = ShowProgress(lambda *given: shown.append(given)), make_trainer()
     show.start(trainer)
-    for step, measured in enumerate(
-        [{"loss": 0.5, "health/rankme": 20.0}, {}, {"loss": 0.25, "images_per_second": 12.5}], 1
-    ):
+    measurements = [{"health/rankme": 20.0}, {}, {"images_per_second": 12.5}]
+    for step, (measured, loss) in enumerate(zip(measurements, (0.5, None, 0.25), strict=True), 1):
         trainer.done, trainer.measurements = step, measured
-        show.after_step(trainer, None, [])
+        if loss is not None:
+            trainer.loss = loss
+        show.after_step(trainer, None, [] if loss is None else [StepOutcome(loss, 1.0, True)])
     texts = [text for _, _, text in shown]
     assert "decoding" in texts[0]
     assert texts[1:] == [
         "loss 0.5000 (RankMe 20 at step 1)",
         "loss 0.5000 (RankMe 20 at step 1)",
-        "loss 0.2500 12.5 images/s (RankMe 20 at step 1)",
+        "12.5 images/s loss 0.2500 (RankMe 20 at step 1)",
     ]

@@ -24,8 +24,6 @@ SECONDS_BETWEEN_STATUSES = 60.0
 # Over which the speed is averaged; the first step, which may compile, does not count.
 PACE_SECONDS = 300.0
 BAR_WIDTH = 20
-# How the newest of these measurements is shown beside the bar.
-SHOWN = {"images_per_second": "{:,.3g} images/s", "loss": "loss {:.4f}"}
 # Measured rarely, and shown with the step at which they were.
 SHOWN_WITH_STEP = {
     "health/rankme": "RankMe {:.0f}",
@@ -120,11 +118,11 @@ class ProgressDisplay:
 
 
 class ShowProgress(Callback):
-    """Calls `show(steps done, steps of this session, newest measurements as text)` at the start and after every step."""
+    """Calls `show(steps done, steps of this session, newest values as text)` at the start and after every step."""
 
     def __init__(self, show: Callable[[int, int, str], None]) -> None:
         self.show = show
-        self._newest: dict[str, str] = {}
+        self._speed, self._loss = "", ""
         self._rare: dict[int, str] = {}
 
     def start(self, trainer: Trainer) -> None:
@@ -132,11 +130,14 @@ class ShowProgress(Callback):
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
         measured = trainer.measurements
-        self._newest |= {name: text.format(measured[name]) for name, text in SHOWN.items() if name in measured}
+        if "images_per_second" in measured:
+            self._speed = f"{measured['images_per_second']:,.3g} images/s"
+        if outcomes:
+            self._loss = f"loss {trainer.loss:.4f}"
         if rare := [text.format(measured[name]) for name, text in SHOWN_WITH_STEP.items() if name in measured]:
             self._rare = {trainer.done: " ".join(rare)}
         rarely = [f"({text} at step {step:,})" for step, text in self._rare.items()]
-        self.show(trainer.done, trainer.end, " ".join([*self._newest.values(), *rarely]))
+        self.show(trainer.done, trainer.end, " ".join(filter(None, [self._speed, self._loss, *rarely])))
 
 
 class RecordStatus(Callback):
