@@ -55,8 +55,8 @@ class BadImages:
             enough = min(100, 100 * len(self._known) // self.total + 1)
             raise InputError(
                 f"{len(self._known)} of the {self.total} images of '{self.source_name}' cannot be used{listed}, such as "
-                f"{line}: more than {100 * self.max_fraction:g}% is taken for a mistake; repair or remove them, or allow "
-                f"more (pretraining: --max-bad {enough}%)."
+                f"{line}: more than {100 * self.max_fraction:g}% is taken for a mistake; repair or remove them, or start "
+                f"a run that allows more with --max-bad {enough}%."
             )
 
 
