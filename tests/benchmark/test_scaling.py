@@ -104,10 +104,12 @@ def test_planned_memory_is_what_a_gpu_measures(recipe, images, capsys):
     forget_peak(device)
     before = torch.cuda.memory_allocated()
     measured = (memory_of_step(config, device, images) - before) / GIB
-    layout = lay_out(Sizes.of(config), PlanConfig(gpus=1), "none", False, images, 1)
+    sizes = Sizes.of(config)
+    layout = lay_out(sizes, PlanConfig(gpus=1), "none", False, images, 1)
     planned = layout.state + layout.activations
     with capsys.disabled():
         print(
             f"{recipe}, {images} images: planned {planned:.2f}, measured {measured:.2f} GiB, {before / GIB:.2f} before"
         )
-    assert planned == pytest.approx(measured, rel=0.05, abs=0.3)
+    # Without other processes or accumulation, gradients take the place of activations, and are never there with all of them.
+    assert planned - 4 * sizes.trained / GIB == pytest.approx(measured, rel=0.05)
