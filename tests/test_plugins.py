@@ -8,7 +8,7 @@ from pathlib import Path
 from stop_mim.cli import main
 
 PLUGINS = {
-    "my_source": """
+    "sweep_test_source": """
 import numpy as np
 import torch
 
@@ -46,7 +46,7 @@ class NoiseKind(SourceKind):
     def open(cls, name, split):
         return Noise(int(name.removeprefix(cls.prefix)))
 """,
-    "my_covariance": '''
+    "sweep_test_covariance": '''
 import torch
 from torch import nn
 
@@ -64,7 +64,7 @@ class Scalar(Covariance):
     def factor(self):
         return self.scale * torch.eye(self.noise_dim)
 ''',
-    "my_task": '''
+    "sweep_test_task": '''
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -92,7 +92,7 @@ class Spread(FeatureTask):
         features = next(iter(self.subject.chunks(test.features.last(1))))
         yield Score("std", features.float().std().item() ** self.options.power, headline=True)
 ''',
-    "my_sweep": '''
+    "sweep_test_sweep": '''
 from stop_mim.sweeps.grid import SWEEPS, Sweep
 from stop_mim.sweeps.scales import SCALES, Scale
 

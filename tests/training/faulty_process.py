@@ -38,6 +38,8 @@ class Command:
         code = 70
         try:
             os.setsid()
+            # Ignored where the tests run under nohup.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             faulthandler.disable()
             handle = os.open(self.output, os.O_WRONLY | os.O_APPEND)
             for number in (1, 2):
