@@ -16,28 +16,28 @@ from stop_mim.training.config import CheckpointConfig, SpeedConfig
 TOTAL = 8
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def train_and_die(folder, config, resumes, fault):
-    """Train in this process of several, until it is killed."""
-    is_first = os.environ["RANK"] == "0"
-    if fault == "the second, in a step" and not is_first:
-        at_step(4, die)()
+    """Train in this process of several, until the second is killed in a step, or both by the first that saves."""
+    own = folder.parent / f"process-{os.environ['RANK']}"
+    own.write_text(str(os.getpid()))
+
+    def kill_all():
+        # Itself last.
+        for file in sorted(folder.parent.glob("process-*"), key=own.__eq__):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+    if fault == "the second, in a step" and own.name == "process-1":
+        at_step(4, lambda: os.kill(os.getpid(), signal.SIGKILL))()
     if fault == "all, in a save":
         sync = os.fsync
 
-        def die_instead(handle):
+        def kill_instead(handle):
             if "step-00000006" in os.readlink(f"/proc/self/fd/{handle}"):
                 os.truncate(handle, os.fstat(handle).st_size // 2)
-                die()
+                kill_all()
             sync(handle)
 
-        os.fsync = die_instead
-        # The first alone writes a checkpoint that is not sharded.
-        if not is_first:
-            at_step(6, die)()
+        os.fsync = kill_instead
     train_in(folder, config, resumes)
 
 
