@@ -263,9 +263,7 @@ class Sweep:
         axes: dict[str, list[Any]] = {}
         for path, *texts in ((name.replace("-", "_"), *values) for name, *values in self.run.vary):
             if len(set(texts)) < max(2, len(texts)):
-                raise InputError(
-                    f"--vary {path} has {len(set(texts))} different values: give each value once, at least two."
-                )
+                raise InputError(f"--vary {path} {' '.join(texts)}: give at least two values, each once.")
             flag = path.replace("_", "-")
             for text in texts:
                 named = text.lower() in ("true", "false")

@@ -87,12 +87,8 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
 
 def append_line(path: Path, text: str) -> None:
     """Add a line to a file; an error names the file."""
-    try:
-        with path.open("a") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        error.filename = str(path)
-        raise
+    with failures_as_oserror(path), path.open("a") as file:
+        file.write(text + "\n")
 
 
 @contextmanager
@@ -125,7 +121,7 @@ def sync_folder(folder: Path) -> None:
 def require_regular(path: Path) -> None:
     """Raise InputError if there is a pipe, a device or a folder at `path`: reading a pipe may never end."""
     if path.exists() and not path.is_file():
-        raise InputError(f"{path} cannot be read: it is not a regular file.")
+        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
 
 
 def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

@@ -133,7 +133,7 @@ def test_the_formats_and_figures_that_the_command_line_knows_are_the_registered_
         (["sweep", "token"], "'token': did you mean 'tokens'?"),
         (["pretrain", "demo", "--optim.lrr", "1"], "--optim.lrr: did you mean --optim.lr?"),
         (["sweep", "--vary", "optim.lrr", "1", "2"], "--optim.lrr: did you mean --optim.lr?"),
-        (["sweep", "--seeds", "0", "--vary", "optim.lr", "1e-3"], "optim.lr has 1 different values"),
+        (["sweep", "--seeds", "0", "--vary", "optim.lr", "1e-3"], "optim.lr 1e-3: give at least two values"),
         (["pretrain", "demo", "--lr", "1"], "--lr: did you mean --optim.lr?"),
         (["demo", "--sed", "1"], "--sed: did you mean --seed?"),
         (["pretrain", "demo", "more"], "'more'"),

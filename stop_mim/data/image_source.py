@@ -150,7 +150,7 @@ def file_state(path: Path | str) -> tuple[int, int]:
     except OSError:
         return -1, -1
     if not stat.S_ISREG(state.st_mode):
-        raise InputError(f"{path} cannot be read: it is not a regular file.")
+        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
     return state.st_size, state.st_mtime_ns
 
 
