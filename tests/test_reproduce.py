@@ -33,9 +33,6 @@ def test_every_command_is_accepted():
         ]
         key = (command, *(word for word in options if word.startswith("-")))
         default = {"default": find_recipe(name)} if command == "pretrain" else {}
-        if command == "sweep":
-            variants = options[options.index("--variants") + 1 :] if "--variants" in options else []
-            assert {*variants} <= {*SWEEPS[name]().variants}
         # Of commands with the same options, one is parsed.
         if key not in parsed:
             _, unknown = parse(kind, [name, *options] if command == "figure" else options, prog=command, **default)
@@ -54,8 +51,18 @@ def test_hours_are_those_of_the_measured_speeds():
         assert int(hours) == round(int(epochs) * IMAGES / int(speed.replace(",", "")) / 3600)
 
 
-@pytest.mark.parametrize(("table", "rows"), [(1, 6), (2, 10), (3, 9), (4, 10), (5, 2), (6, 3), (7, 4), (8, 4)])
-def test_every_row_of_the_paper_is_there(table, rows):
+def rows(table: int) -> list[list[str]]:
+    """The cells of a table of the paper, without its header."""
     section = PAGE.split(f"\n| table {table} " if table > 5 else f"\n## Table {table}:")[1]
-    section = section.split("\n\n|")[0] if table > 5 else section.split("\n## ")[0]
-    assert len([line for line in section.splitlines() if line.startswith("| ")]) == rows + 1
+    section = section.split("\n\n" if table > 5 else "\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.mark.parametrize(("table", "count"), [(1, 6), (2, 10), (3, 9), (4, 10), (5, 2), (6, 3), (7, 4), (8, 4)])
+def test_every_row_of_the_paper_is_there(table, count):
+    assert len(rows(table)) == count
+
+
+@pytest.mark.parametrize(("table", "sweep"), [(6, "positions"), (7, "tokens"), (8, "resolution")])
+def test_variants_of_the_ablations_exist(table, sweep):
+    assert {row[1].strip("`") for row in rows(table)} <= {*SWEEPS[sweep]().variants}
