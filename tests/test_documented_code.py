@@ -120,7 +120,8 @@ def test_the_functions_of_the_library(tmp_path, monkeypatch):
 def test_the_training_loop_trains():
     names = {"batches": torch.randn(2, 4, 3, 64, 64)}
     torch.manual_seed(0)
-    loop = code("docs/guides/library.md", "for images in batches")
+    loop = code("README.md", "for images in batches")
+    assert code("docs/guides/library.md", "for images in batches") == loop
     exec(
         loop.replace("for images in batches", "losses = []\nfor images in batches") + "    losses.append(loss.item())",
         names,
