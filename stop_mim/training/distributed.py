@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -234,3 +234,10 @@ def wait_for_all(ranks: Ranks) -> None:
     if ranks.world_size > 1:
         with watch.waits():
             dist.barrier()
+
+
+def on_main(ranks: Ranks, work: Callable[[], object]) -> None:
+    """Call a function in the main process; the others wait for it."""
+    if ranks.is_main:
+        work()
+    wait_for_all(ranks)

@@ -202,6 +202,7 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
+        watch.mark("start-up, loading the checkpoint")
         restore_tensors(checkpoint, self.model, self.optimiser)
         self.done, self.not_finite = checkpoint.step, checkpoint.state["not_finite"]
         self.not_finite_in_a_row = checkpoint.state["not_finite_in_a_row"]

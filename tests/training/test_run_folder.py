@@ -76,7 +76,7 @@ def test_a_resumed_run_forgets_what_was_measured_after_its_checkpoint(folder, to
     with folder.metrics_file.open("a") as file:
         file.write(torn)
     assert [line["step"] for line in read_metrics(folder.path)] == list(range(1, 9))
-    folder.forget_after(6)
+    folder.resume_at(6)
     assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == list(range(1, 7))
     folder.record(7, {"loss": 0.125})
     assert read_metrics(folder.path)[-1] == {"step": 7, "loss": 0.125}
@@ -88,7 +88,7 @@ def test_later_checkpoints_are_set_aside(folder):
     folder.checkpoints.mkdir()
     for step in (4, 8, 12):
         checkpoint_path(folder.checkpoints, step).write_text(str(step))
-    folder.forget_after(8)
+    folder.resume_at(8)
     assert list(checkpoints_in(folder.checkpoints)) == [4, 8]
     assert folder.newest_checkpoint() == checkpoint_path(folder.checkpoints, 8)
     # Set aside, not removed: somebody may have resumed from the wrong one.

@@ -113,7 +113,7 @@ def count_messages():
     with process_group(SpeedConfig("cpu")) as ranks:
         config = wanted("full")
         inputs = StepInputs(config, ranks)
-        parts = pretrain.assemble(config, inputs, inputs.open_images(), print, print)
+        parts = pretrain.assemble(inputs, inputs.open_images(), print, print)
         objective = parts.objective
         for ours, theirs in zip(objective.encoder.parameters(), objective.target.parameters(), strict=True):
             assert ours.placements == theirs.placements

@@ -34,9 +34,11 @@ from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
 from stop_mim.training.config import ProbeConfig, TrainConfig
-from stop_mim.training.distributed import gathered, is_sharded
+from stop_mim.training.distributed import Ranks, gathered, is_sharded
+from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
+from stop_mim.training.watch import watch
 
 STREAM_BYTES = 4 * 2**30
 """Pixels of labelled images that are kept; of a larger set, the seed chooses a part: 21,845 images of size 224.
@@ -279,16 +281,24 @@ class RunProbe(Callback):
 
     def __init__(
         self,
-        config: ProbeConfig,
-        probe: OnlineProbe | None,
-        fingerprint: str,
-        display: ProgressDisplay,
+        config: TrainConfig,
+        data: ProbeData,
         objective: Objective,
+        autocast: AbstractContextManager[Any],
+        ranks: Ranks,
+        folder: RunFolder,
+        display: ProgressDisplay,
     ) -> None:
-        self.config, self.probe, self.fingerprint, self.display = config, probe, fingerprint, display
+        self.config, self.fingerprint, self.display = config.probe, data.fingerprint, display
         self.objective = objective
         # All processes gather the weights of a sharded model; the main one uses them.
         self.on_every_rank = is_sharded(objective)
+        self.probe: OnlineProbe | None = None
+        watch.mark("start-up, decoding labelled images")
+        if ranks.is_main:
+            progress = partial(display.update, "decoding labelled images")
+            file = folder.bad_images_file
+            self.probe = make_probe(config, data, objective.frozen, autocast, ranks.device, file, progress)
 
     def start(self, trainer: Trainer) -> None:
         if self.probe is not None:
