@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quiet_run import quietly
-from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config
+from tiny_run import assert_same_checkpoint, checkpoint_at, quietly, tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.sweeps.plan import SweepConfig, make_plan

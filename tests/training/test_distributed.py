@@ -1,12 +1,17 @@
 """Several processes: the training of one, what each of them writes, and devices that are refused."""
 
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
-from processes import train_and_look, train_in
 from ranks import run_ranks
-from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_colours, write_images
+from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, train_in, write_colours, write_images
 
 from stop_mim.errors import InputError
+from stop_mim.training import distributed, pretrain
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig
 from stop_mim.training.distributed import choose_device
 from stop_mim.training.run_folder import read_metrics
@@ -24,6 +29,38 @@ SILENT_STEPS = 3
 
 # Five steps reach into the second epoch; the virtual shards of three images fit no batch.
 STEPS, SHARD = 5, 3
+
+
+def train_and_look(folder, config, mid_epoch, others):
+    """Train a run, whole and in two parts, then the others; note what this process writes, and its last weights."""
+    rank = int(os.environ["RANK"])
+    runs, seen = [str(folder / name) for name in ("whole", "parts")], {"written": []}
+
+    def look(event, arguments):
+        written = event in ("os.mkdir", "os.rename", "os.remove")
+        if event == "open" and isinstance(arguments[0], str | os.PathLike):
+            written = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if written and str(arguments[0]).startswith(tuple(runs)):
+            seen["written"].append(Path(arguments[0]).name)
+
+    def remember(parts, *more):
+        seen["weights"] = parts.objective.state_dict()
+        return real_run(parts, *more)
+
+    sys.addaudithook(look)
+    real_run, pretrain.run = pretrain.run, remember
+    with distributed.process_group(SpeedConfig("cpu")) as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.is_main) == (rank, 2, rank == 0)
+        assert [distributed.any_rank(rank == 1, ranks), distributed.any_rank(False, ranks)] == [True, False]
+        assert distributed.reduce_mean(torch.tensor(float(rank)), ranks).item() == 0.5
+        assert distributed.broadcast(f"from {rank}", ranks) == "from 0"
+        train_in(runs[0], config)
+        torch.save(seen, folder / f"whole.rank{rank}.pt")
+        train_in(runs[1], replace(config, stop_after_steps=mid_epoch))
+        train_in(runs[1], config, resumes=True)
+        for name, one in others.items():
+            train_in(folder / name, one)
+            torch.save(seen, folder / f"{name}.rank{rank}.pt")
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faulty_process import at_step
-from processes import train_in
 from ranks import run_ranks
-from tiny_run import assert_same_checkpoint, tiny_config
+from tiny_run import assert_same_checkpoint, tiny_config, train_in
 
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint
 from stop_mim.training.config import CheckpointConfig, SpeedConfig

@@ -9,10 +9,21 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from quiet_run import MID_EPOCH, TOTAL, comparable, quietly
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import COLOURS, CPU, assert_same_checkpoint, checkpoint_at, tiny_config, tiny_objective, write_colours
+from tiny_run import (
+    COLOURS,
+    CPU,
+    MID_EPOCH,
+    TOTAL,
+    assert_same_checkpoint,
+    checkpoint_at,
+    comparable,
+    quietly,
+    tiny_config,
+    tiny_objective,
+    write_colours,
+)
 from torchvision.transforms.v2.functional import resize
 
 from stop_mim.data import batches as batches_module

@@ -9,9 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, quietly, run
 from safetensors.torch import load_file
-from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config, write_images
+from tiny_run import (
+    MID_EPOCH,
+    MOVING,
+    TOTAL,
+    assert_same_checkpoint,
+    checkpoint_at,
+    comparable,
+    go_on,
+    quietly,
+    run,
+    tiny_config,
+    write_images,
+)
 
 from stop_mim.errors import InputError, TrainingDiverged
 from stop_mim.models.ijepa import IJEPA

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-from quiet_run import quietly, run
-from tiny_run import tiny_config
+from tiny_run import quietly, run, tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoint_path, checkpoints_in

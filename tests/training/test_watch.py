@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from processes import train_in
 from ranks import run_ranks
-from tiny_run import tiny_config, write_images
+from tiny_run import tiny_config, train_in, write_images
 
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.inputs import StepInputs
