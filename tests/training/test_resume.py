@@ -25,10 +25,11 @@ from tiny_run import (
 )
 
 from stop_mim.errors import InputError, TrainingDiverged
+from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.training.callbacks.checkpoint import SaveRun
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint, save_checkpoint
-from stop_mim.training.config import PositionsConfig, SpeedConfig
+from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig, SpeedConfig
 from stop_mim.training.continuation import CHECKPOINT_VERSION
 from stop_mim.training.pretrain import resume, train
 from stop_mim.training.run_folder import RunFolder, read_metrics
@@ -53,11 +54,17 @@ def finished(tmp_path_factory):
 CASES = {
     "resident": {"positions": replace(MOVING, convention="release", apply_to="both", covariance="low_rank(2)")},
     "resident, of several sizes, bf16": {"data": "mixed_images", "speed": SpeedConfig("cpu", "bf16", 4, "resident", 0)},
+    "StoP in MAE": {"objective": ObjectiveConfig("mae"), "masks": MaskConfig("random"), "positions": MOVING},
+    "data2vec": {
+        "objective": ObjectiveConfig("data2vec", target_layers=2, beta=2.0),
+        "masks": MaskConfig("blockwise", mask_ratio=0.6),
+        "positions": PositionsConfig(kind="sincos"),
+    },
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_was_stopped_in_mid_epoch_ends_as_if_it_had_not_been(request, tmp_path, case):
+def test_a_run_learns_and_if_stopped_in_mid_epoch_ends_as_if_it_had_not_been(request, tmp_path, case):
     groups = dict(CASES[case])
     if "data" in groups:
         groups["data"] = request.getfixturevalue(groups["data"])
@@ -66,12 +73,21 @@ def test_a_run_that_was_stopped_in_mid_epoch_ends_as_if_it_had_not_been(request,
     part = run(tiny_config(out=tmp_path / "parts", stop_after_steps=MID_EPOCH, **groups))
     assert (part.step, part.total_steps, part.finished) == (MID_EPOCH, TOTAL, False)
     assert go_on(tmp_path / "parts").finished
-    assert_same_checkpoint(checkpoint_at(tmp_path / "whole", TOTAL), checkpoint_at(tmp_path / "parts", TOTAL))
+    saved = checkpoint_at(tmp_path / "whole", TOTAL)
+    assert_same_checkpoint(saved, checkpoint_at(tmp_path / "parts", TOTAL))
     together, apart = comparable(tmp_path / "whole"), comparable(tmp_path / "parts")
     assert [line["step"] for line in apart] == list(range(1, TOTAL + 1))
     for one, other in zip(together, apart, strict=True):
         # The step at which the run was stopped has health signs beside the rest.
         assert {name: other[name] for name in one} == one
+        assert all(math.isfinite(value) for value in one.values())
+    assert sum(line["loss"] for line in together[-5:]) < sum(line["loss"] for line in together[:5])
+    # The encoder file is the target encoder; MAE has none.
+    kept = (
+        "model.target.vit." if any(name.startswith("model.target.") for name in saved.tensors) else "model.encoder.vit."
+    )
+    for name, tensor in load_encoder(tmp_path / "whole").vit.state_dict().items():
+        assert torch.equal(tensor, saved.tensors[kept + name]), name
 
 
 def test_several_stops_and_other_numbers_of_workers_change_nothing(tmp_path, mixed_images):

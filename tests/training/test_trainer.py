@@ -11,7 +11,6 @@ from torch import nn
 from stop_mim.errors import TrainingDiverged
 from stop_mim.interruption import catch_interruption
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
-from stop_mim.training.callbacks.progress import ShowProgress
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.trainer import ANSWER, Callback, Trainer
@@ -95,12 +94,6 @@ def test_a_training_of_any_kind_is_resumed_bit_for_bit(tmp_path):
     assert whole.tensors.keys() == parts.tensors.keys() >= {"model.weight", "best.weights"}
     assert all(torch.equal(tensor, parts.tensors[name]) for name, tensor in whole.tensors.items())
     assert whole.state["run"] == {"model": "linear"}
-
-
-def test_progress_is_shown_after_every_step():
-    shown = []
-    make_trainer(ShowProgress(lambda *given: shown.append(given))).run()
-    assert [(done, end) for done, end, _ in shown] == [(step, TOTAL) for step in range(TOTAL + 1)]
 
 
 class Recording(Callback):
