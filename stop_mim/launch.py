@@ -159,11 +159,5 @@ def rank_environment() -> Mapping[str, str]:
     if submitit.JobEnvironment().num_tasks == 1:
         return {}
     task = submitit.helpers.TorchDistributedEnvironment()
-    return {
-        "MASTER_ADDR": task.master_addr,
-        "MASTER_PORT": str(task.master_port),
-        "RANK": str(task.rank),
-        "WORLD_SIZE": str(task.world_size),
-        "LOCAL_RANK": str(task.local_rank),
-        "LOCAL_WORLD_SIZE": str(task.local_world_size),
-    }
+    names = ("master_addr", "master_port", "rank", "world_size", "local_rank", "local_world_size")
+    return {name.upper(): str(getattr(task, name)) for name in names}

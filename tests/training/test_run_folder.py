@@ -44,15 +44,6 @@ def test_a_folder_with_a_run_or_anything_else_is_refused(folder):
     assert folder.config_file.read_bytes() == before
 
 
-def test_the_lists_of_bad_images_of_a_run_that_never_began_do_not_count(folder):
-    folder.path.mkdir()
-    for name in ("bad_images.txt", "bad_images.rank1.txt"):
-        (folder.path / name).write_text("a.png: truncated\n")
-    folder.require_new()
-    folder.discard_bad_images()
-    assert list(folder.path.iterdir()) == []
-
-
 def test_records_that_cannot_be_read_are_an_input_error(folder):
     folder.create(tiny_config(), "tiny")
     folder.config_file.write_text('{"optim": 3}')

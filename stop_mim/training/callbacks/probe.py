@@ -77,11 +77,8 @@ def open_probe_data(name: str, label: str = "auto") -> ProbeData:
     unknown = np.setdiff1d(test.labels[label], values)
     # A split may number only those classes that it has, so that the same number is another class.
     if len(unknown) or (label == "class" and train.class_names != test.class_names):
-        what = (
-            f"the {label} {unknown[0]}, which its train split does not have"
-            if len(unknown)
-            else "classes of other names"
-        )
+        missing = f"the {label} {unknown[0]}, which its train split does not have" if len(unknown) else ""
+        what = missing or "classes of other names"
         raise InputError(f"probe.data is '{name}': its test split has {what}; give splits of the same classes.")
     learned, scored = (
         LabelledSet(source, np.searchsorted(values, source.labels[label]), np.arange(len(source)))
@@ -151,7 +148,7 @@ class OnlineProbe(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.features, self.stream, self.test, self.n_classes = config, features, stream, test, n_classes
-        self._reading: tuple[int, Generator[Batch, None, None]] | None = None
+        self._reading: Generator[Batch, None, None] | None = None
         self.norm = nn.BatchNorm1d(dim, affine=False)
         # Without random weights: the global generator belongs to the run.
         self.head: nn.Linear = nn.utils.skip_init(nn.Linear, dim, n_classes)
@@ -165,14 +162,11 @@ class OnlineProbe(nn.Module):
         self.to(device)
         self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=config.lr)
 
-    @property
-    def description(self) -> str:
-        labelled, others = self.stream.n_images, self.test.n_images
-        return f"{self.n_classes} classes, {labelled:,} labelled images, scored on {others:,} others"
-
-    def learn(self, batch: int) -> None:
-        """Update head and memory with the batch of that number; features that are not finite are skipped."""
-        images, classes, _ = self._batch(batch)
+    def learn(self, number: int) -> None:
+        """Update head and memory with the next batch, of that number; features that are not finite are skipped."""
+        if self._reading is None:
+            self._reading = self.stream.starting_at(number)
+        images, classes, _ = next(self._reading)
         features = self.features(images)
         # Batch normalisation needs two images; a batch loses those that cannot be read.
         if classes is None or len(classes) < 2 or not torch.isfinite(features).all():
@@ -217,13 +211,6 @@ class OnlineProbe(nn.Module):
             "probe/knn_top1": _top1(votes, truth),
             "probe/loss": loss,
         }
-
-    def _batch(self, number: int) -> Batch:
-        if self._reading is None or self._reading[0] != number:
-            self._reading = (number, self.stream.starting_at(number))
-        _, batches = self._reading
-        self._reading = (number + 1, batches)
-        return next(batches)
 
 
 def _top1(scores: Float[Tensor, "n classes"], classes: Int[Tensor, " n"]) -> float:
@@ -301,8 +288,9 @@ class RunProbe(Callback):
             self.probe = make_probe(config, data, objective.frozen, autocast, ranks.device, file, progress)
 
     def start(self, trainer: Trainer) -> None:
-        if self.probe is not None:
-            self.display.say(f"probe      {self.config.data}; {self.probe.description}")
+        if (probe := self.probe) is not None:
+            counts = f"{probe.stream.n_images:,} labelled images, scored on {probe.test.n_images:,} others"
+            self.display.say(f"probe      {self.config.data}; {probe.n_classes} classes, {counts}")
 
     def reads(self, step: int) -> bool:
         return step % self.config.score_every_steps == 0
