@@ -98,7 +98,7 @@ def open_images(
 
 
 def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:
-    """Return a config that decodes images as a checkpoint's run did: pixels depend on it by a decoder's rounding."""
+    """Return the config with the loader and decoder of the checkpoint: decoders round pixels differently."""
     if before["device"] != device.type:
         return config
     left_open = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto"]
@@ -108,7 +108,7 @@ def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch
 def check_continuation(
     before: Mapping[str, Any], now: Mapping[str, Any], data: str, warn: Callable[[str], None]
 ) -> None:
-    """Refuse other data than those of the checkpoint; warn of what makes random draws differ."""
+    """Raise InputError if the data differ from the checkpoint's; warn of changes that affect rounding or random draws."""
     # A copy of the data has other times. Checkpoints of earlier versions have no contents.
     if before["data"] != now["data"] and before.get("contents") != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")

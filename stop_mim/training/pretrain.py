@@ -133,7 +133,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Parts:
-    """What takes the steps of a run."""
+    """Everything that takes the steps of a run."""
 
     config: TrainConfig
     inputs: StepInputs
@@ -199,7 +199,7 @@ def resume(
         path: the run directory.
         checkpoint: file to continue from; default: the newest one, or the first step if there is none.
         speed: replaces the run's own speed group.
-        stop_after_steps: stop (and save) after so many steps of the whole run.
+        stop_after_steps: stop (and save) after this step of the whole run.
         console: where progress is shown; default: standard error.
         or_older: where the newest checkpoint is damaged, continue from the newest good one.
         data: where the run's data are now, if they have moved.
@@ -235,7 +235,7 @@ def resume(
 
 
 def memory_of_step(config: TrainConfig, device: torch.device, images: int) -> int:
-    """Return the bytes that a plain step of this run needs for so many images at once."""
+    """Return the bytes that a plain step of this run needs for a batch of this many images."""
     speed = replace(config.speed, batch_size_per_device=images, compile=False, graph=False)
     config = replace(config, optim=replace(config.optim, batch_size=images), speed=speed)
     inputs = StepInputs(config, Ranks(0, 1, 1, device))

@@ -46,7 +46,7 @@ def with_compat(config: TrainConfig, compat: Compat) -> TrainConfig:
         return config
     if config.objective.kind != "ijepa":
         raise InputError(
-            f"compat is {compat}, which exists for I-JEPA and StoP alone, and the objective is {config.objective.kind}: "
+            f"compat is {compat}, which exists only for I-JEPA and StoP, and the objective is {config.objective.kind}: "
             "leave it out."
         )
     positions, augment = config.positions, replace(config.augment, jitter_probability=0.0)
@@ -123,7 +123,7 @@ def stop_photos() -> TrainConfig:
     """StoP, ViT-S/16 at 224x224, for any folder of photographs; batch, length and learning rate follow from the images.
 
     stop-mim pretrain stop-photos --data photos/
-    I-JEPA instead of StoP: --positions.kind sincos. The values here are those of a large folder on a GPU; the rules are in
+    I-JEPA instead of StoP: --positions.kind sincos. The values here are for a large folder on a GPU; the rules are in
     docs/guides/own-images.md.
     """
     return TrainConfig(
@@ -356,7 +356,7 @@ def data2vec_tiny_imagenet() -> TrainConfig:
 
 
 def register_twin(name: str, original: str, positions: PositionsConfig, summary: str) -> None:
-    """Register a recipe that differs from another in its positions alone."""
+    """Register a recipe that differs from another only in its positions."""
     recipe = RECIPES[original]
 
     def twin() -> TrainConfig:

@@ -239,7 +239,7 @@ def make_probe(
     own_seed = derive_seed(config.seed, "probe")
 
     def batches(split: str, data: LabelledSet, most: int, view: View) -> Batches:
-        """Return batches of so many images, chosen by the seed, in random order to learn from."""
+        """Return batches of at most `most` images, chosen by the seed; the train split is shuffled."""
         chosen = torch.randperm(len(data), generator=seeded_generator("cpu", config.seed, "probe images", split))[:most]
         data = data.part(chosen.sort().values.numpy())
         indices, size = data.indices, min(config.probe.batch_size, len(data))
@@ -315,7 +315,7 @@ class RunProbe(Callback):
         return {PREFIX + name: tensor for name, tensor in collect_tensors(self.probe, self.probe.optimiser).items()}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue the probe; if its labelled images are not those of the checkpoint, a new probe starts."""
+        """Continue the probe; if the checkpoint's probe had other images, a new probe starts."""
         if self.probe is None:
             return
         if state == self.state():

@@ -1,4 +1,4 @@
-"""Experiment trackers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. All of them get the same values."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow. Each gets the values of metrics.jsonl."""
 
 import importlib
 import os
