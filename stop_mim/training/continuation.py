@@ -69,6 +69,15 @@ def at_absolute_paths(config: TrainConfig) -> TrainConfig:
     return replace(config, data=absolute(config.data), probe=replace(config.probe, data=labelled))
 
 
+def with_data_at(config: TrainConfig, data: str | None) -> TrainConfig:
+    """Return the config of a run whose data may have moved to `data`; raise InputError if they are not found."""
+    if data is not None:
+        return at_absolute_paths(replace(config, data=data))
+    if not is_dataset(config.data):
+        raise InputError(f"The data of this run, '{config.data}', are not there: give their new place with --data.")
+    return config
+
+
 def open_images(
     inputs: StepInputs, folder: RunFolder, display: ProgressDisplay, before: Mapping[str, Any] | None = None
 ) -> tuple[Batches, dict[str, Any]]:

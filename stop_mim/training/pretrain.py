@@ -17,7 +17,6 @@ from rich.console import Console
 
 from stop_mim.constraints import check_effects
 from stop_mim.data.batches import Batches
-from stop_mim.data.sources import is_dataset
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.kernels.fast import is_half
@@ -31,9 +30,9 @@ from stop_mim.training.callbacks.probe import RunProbe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.callbacks.trackers import open_trackers
 from stop_mim.training.config import SpeedConfig, TrainConfig
-from stop_mim.training.continuation import at_absolute_paths, load_as_before, open_checkpoint, open_images
+from stop_mim.training.continuation import at_absolute_paths, load_as_before, open_checkpoint, open_images, with_data_at
 from stop_mim.training.description import describe_run
-from stop_mim.training.distributed import Ranks, broadcast, is_sharded, on_main, process_group, share
+from stop_mim.training.distributed import Ranks, broadcast, is_sharded, on_main, process_group, share, wait_for_all
 from stop_mim.training.inputs import StepInputs, SyntheticImages
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import values_at
@@ -205,11 +204,7 @@ def resume(
         data: where the run's data are now, if they have moved.
     """
     folder = RunFolder(Path(path))
-    begun = folder.config()
-    if data is not None:
-        begun = at_absolute_paths(replace(begun, data=data))
-    elif not is_dataset(begun.data):
-        raise InputError(f"The data of this run, '{begun.data}', are not there: give their new place with --data.")
+    begun = with_data_at(folder.config(), data)
     config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
     saved, damaged = open_checkpoint(folder, checkpoint, or_older)
     with (
@@ -217,8 +212,9 @@ def resume(
         folder.lock(ranks.is_main),
         ProgressDisplay(console, ranks.is_main, folder.log) as display,
     ):
-        if data is not None:
-            on_main(ranks, folder.discard_bad_images)
+        if data is not None and ranks.is_main:
+            folder.discard_bad_images()
+        wait_for_all(ranks)
         for error in damaged:
             display.warn(f"{error} An older checkpoint is taken instead, as --or-older asks for.")
         parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
