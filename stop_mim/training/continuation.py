@@ -78,7 +78,7 @@ def with_data_at(config: TrainConfig, data: str | None) -> TrainConfig:
     return config
 
 
-def open_images(
+def open_checked_images(
     inputs: StepInputs, folder: RunFolder, display: ProgressDisplay, before: Mapping[str, Any] | None = None
 ) -> tuple[Batches, dict[str, Any]]:
     """Open the images of a run; return them and the run's identity, which checkpoints keep.

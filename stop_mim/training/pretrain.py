@@ -30,7 +30,13 @@ from stop_mim.training.callbacks.probe import RunProbe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.callbacks.trackers import open_trackers
 from stop_mim.training.config import SpeedConfig, TrainConfig
-from stop_mim.training.continuation import at_absolute_paths, load_as_before, open_checkpoint, open_images, with_data_at
+from stop_mim.training.continuation import (
+    at_absolute_paths,
+    load_as_before,
+    open_checked_images,
+    open_checkpoint,
+    with_data_at,
+)
 from stop_mim.training.description import describe_run
 from stop_mim.training.distributed import Ranks, broadcast, is_sharded, on_main, process_group, share, wait_for_all
 from stop_mim.training.inputs import StepInputs, SyntheticImages
@@ -111,7 +117,7 @@ def prepare(
     inputs = StepInputs(config, ranks)
     trackers = open_trackers(folder, config) if ranks.is_main else []
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
-    images, identity = open_images(inputs, folder, display, before)
+    images, identity = open_checked_images(inputs, folder, display, before)
     watch.mark("start-up, building the model")
     parts = assemble(inputs, images, display.say, display.warn)
     objective, log, steps_per_epoch = parts.objective, config.log, parts.steps_per_epoch
