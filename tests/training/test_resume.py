@@ -41,11 +41,6 @@ def mixed_images(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def equal_images(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("equal") / "images")
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The directory of a run that was never stopped."""
     return run(tiny_config(out=tmp_path_factory.mktemp("finished") / "run")).folder
@@ -218,10 +213,9 @@ def test_a_resumed_run_does_not_keep_the_old_checkpoint_on_the_disk(tmp_path, mo
     assert not any(str(tmp_path) in maps for maps in mapped)
 
 
-def test_what_changes_rounding_or_random_draws_is_told_once(tmp_path, equal_images, monkeypatch):
-    config = tiny_config(
-        equal_images, tmp_path / "run", stop_after_steps=1, positions=PositionsConfig(conditioned=True)
-    )
+def test_what_changes_rounding_or_random_draws_is_told_once(tmp_path, monkeypatch):
+    data, positions = write_images(tmp_path / "images"), PositionsConfig(conditioned=True)
+    config = tiny_config(data, tmp_path / "run", stop_after_steps=1, positions=positions)
     run(config)
     # Images that were kept in memory stay there, also where memory is scarce now.
     monkeypatch.setattr("stop_mim.data.batches.resident_budget", lambda device, processes_on_host=1: 0)
