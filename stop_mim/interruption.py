@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-# Terminals send SIGHUP when they close; clusters are told to send SIGUSR1 or SIGUSR2 before their time limit.
+# Terminals send SIGHUP when they close; clusters can send SIGUSR1 or SIGUSR2 before the time limit.
 STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
 
@@ -25,7 +25,7 @@ class Interruption:
 def catch_interruption(answer: str = "") -> Iterator[Interruption]:
     """Note the first signal that asks to stop, instead of ending the process; a second one ends it as usual.
 
-    SIGTERM and Ctrl-C always; SIGHUP, SIGUSR1 and SIGUSR2 unless they are ignored, as under nohup, or somebody handles them.
+    SIGTERM and Ctrl-C always; SIGHUP, SIGUSR1 and SIGUSR2 unless they are ignored, as under nohup, or have a handler.
     `answer` is written to standard error at once when Ctrl-C is pressed.
     """
     interruption = Interruption()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROGRAM = (sys.executable, "-m", "stop_mim")
 POLL_SECONDS = 0.2
-# Before a job's time is over, so long is left to save.
+# Time to save before the job's time limit.
 SIGNAL_SECONDS = 180
 EXIT_OF_SIGNALS = 128
 
@@ -53,7 +53,7 @@ class LaunchConfig(Checked, group="launch"):
     job: Annotated[tuple[str, ...], arg(aliases=("--job",))] = ()
     """Other parameters of submitit, such as slurm_account=vision slurm_constraint=h100."""
     logs: Path | None = None
-    """Directory of the logs; not given: OUT-logs beside the run."""
+    """Directory of the logs; not given: OUT-logs, next to the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +119,7 @@ def without_launch(arguments: Sequence[str]) -> Iterator[str]:
 
 
 class Command:
-    """A command as one task of a job: a process of its own, told by `checkpoint` to save before a requeue."""
+    """A command as one task of a job, in a subprocess; `checkpoint` lets it save before a requeue."""
 
     def __init__(self, program: Sequence[str], arguments: Sequence[str], run: Path | None) -> None:
         self.program, self.arguments, self.run = program, arguments, run
@@ -159,11 +159,5 @@ def rank_environment() -> Mapping[str, str]:
     if submitit.JobEnvironment().num_tasks == 1:
         return {}
     task = submitit.helpers.TorchDistributedEnvironment()
-    return {
-        "MASTER_ADDR": task.master_addr,
-        "MASTER_PORT": str(task.master_port),
-        "RANK": str(task.rank),
-        "WORLD_SIZE": str(task.world_size),
-        "LOCAL_RANK": str(task.local_rank),
-        "LOCAL_WORLD_SIZE": str(task.local_world_size),
-    }
+    names = ("master_addr", "master_port", "rank", "world_size", "local_rank", "local_world_size")
+    return {name.upper(): str(getattr(task, name)) for name in names}

@@ -128,7 +128,7 @@ def read_run(folder):
     # A config without data means all scenes, which take a minute to draw.
     with mock.patch.dict(scenes._DEFAULTS, count=16):
         run_command(["report", str(folder), "--out", str(folder.parent / "report.html")])
-    run.forget_after(2)
+    run.resume_at(2)
 
 
 def write_runs(folder):

@@ -63,7 +63,7 @@ def open_run(config: TrainConfig, uses_data: bool, display: ProgressDisplay, war
     """Assemble the run as training does, in one process and without a run directory."""
     inputs = StepInputs(config, Ranks(0, 1, 1, one_device(config)))
     images = inputs.open_images(progress=partial(display.update, "decoding images")) if uses_data else None
-    return assemble(config, inputs, images or SyntheticImages(inputs), display.say, warn)
+    return assemble(inputs, images or SyntheticImages(inputs), display.say, warn)
 
 
 @contextmanager

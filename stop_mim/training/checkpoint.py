@@ -1,8 +1,7 @@
 """Checkpoint files: written atomically, verified by a checksum when they are read.
 
-That of a sharded model is a directory to which every process writes its shards, in the background:
-`torch.distributed.checkpoint` writes and reads them as safetensors. `state.json`, written last, has the plain values and a
-checksum of every file.
+The checkpoint of a sharded model is a directory. Every process writes its shards to it in the background, as safetensors,
+with `torch.distributed.checkpoint`. `state.json`, written last, has the plain values and a checksum of every file.
 """
 
 import hashlib
@@ -91,7 +90,7 @@ def read_checkpoint(path: Path, whole: bool = True) -> Checkpoint:
 def begin_save(tensors: Mapping[str, Tensor], folder: Path, group: Any) -> Future[Any]:
     """Copy this process's shards and write them to a directory in the background; all processes must call it.
 
-    `group` is a process group of its own, in which the processes wait for one another in the background.
+    `group` is a second process group, in which the processes wait for one another in the background.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     kept = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -150,9 +149,9 @@ def read_sharded(path: Path, whole: bool = True) -> tuple[int, dict[str, Tensor]
 
 
 def load_shards(path: Path, into: dict[str, Tensor]) -> None:
-    """Fill tensors by name; of a sharded one, this process reads its own shard alone."""
+    """Fill tensors by name; of a sharded tensor, this process reads only its shard."""
     with warnings.catch_warnings():
-        # It says that this process reads alone, as it is asked to.
+        # torch warns that only this process reads.
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(dict(into), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
@@ -197,7 +196,7 @@ def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.o
 
 
 def checkpoint_path(folder: Path, step: int, suffix: str = ".safetensors") -> Path:
-    """Return the file of the checkpoint after so many steps, or the directory of a sharded one."""
+    """Return the path of the checkpoint after this number of steps; a sharded one is a directory."""
     return folder / f"step-{step:08d}{suffix}"
 
 

@@ -96,7 +96,7 @@ class SpeedConfig(Checked, group="speed"):
     reshard: Annotated[bool, OnlyWith("speed.sharding", ("full", "hybrid"))] = True
     """Free gathered weights after a layer's forward pass: less memory, a third more communication."""
     timeout_minutes: Annotated[float, ABOVE_ZERO] = 5.0
-    """Several processes end, and name the one that is stuck, if none of them moves for so long."""
+    """If no process makes progress for this long, all of them end and name the one that is stuck."""
     recompute: bool = False
     """Recompute activations of the layers in the backward pass: less memory, about a third slower."""
 
@@ -175,7 +175,7 @@ class TrainConfig(Checked):
     seed: int = 0
     """Seed of weights, data order, crops, masks and noise."""
     stop_after_steps: Annotated[int | None, Number("give a number above 0, or leave it out", above=0)] = None
-    """Stop (and save) after so many steps; the schedules stay those of the whole run."""
+    """Stop (and save) after this many steps; the schedules are still those of the whole run."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)

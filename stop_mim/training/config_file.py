@@ -18,8 +18,8 @@ from stop_mim.training.recipes import find_recipe
 def read_config(path: Path) -> TrainConfig:
     """Return the configuration in a JSON or YAML file, for a new run.
 
-    The file has the layout of a run's config.json; fields that it leaves out are those of the recipe that it names
-    (`recipe: stop-photos`), or the defaults. Directory and early stop of another run are not taken over.
+    The file has the layout of a run's config.json; fields that it leaves out come from the recipe that it names
+    (`recipe: stop-photos`), or the defaults. The `out` and `stop_after_steps` of another run are ignored.
     """
     require_regular(path)
     try:

@@ -1,18 +1,23 @@
-"""Whether a run can go on from a checkpoint: what identifies it, and what must not change."""
+"""How a run continues: the checkpoint that it continues from, what identifies the run, and what must not change."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stop_mim.data.batches import Batches
+from stop_mim.data.sources import absolute_name, is_dataset
 from stop_mim.errors import InputError
+from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import TrainConfig
+from stop_mim.training.distributed import require_same
 from stop_mim.training.inputs import StepInputs
 from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.watch import watch
 
 CHECKPOINT_VERSION = 3
 
@@ -54,22 +59,55 @@ def open_checkpoint(
     return None, []
 
 
-def identity_of(inputs: StepInputs, images: Batches) -> dict[str, Any]:
-    """Return what a resumed run is compared with; kept in checkpoints."""
-    return {
+def at_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return the config with names of datasets, and so of bad images, that are the same from any directory."""
+
+    def absolute(name: str) -> str:
+        return absolute_name(name) if is_dataset(name) else name
+
+    labelled = config.probe.data and absolute(config.probe.data)
+    return replace(config, data=absolute(config.data), probe=replace(config.probe, data=labelled))
+
+
+def with_data_at(config: TrainConfig, data: str | None) -> TrainConfig:
+    """Return the config of a run whose data may have moved to `data`; raise InputError if they are not found."""
+    if data is not None:
+        return at_absolute_paths(replace(config, data=data))
+    if not is_dataset(config.data):
+        raise InputError(f"The data of this run, '{config.data}', are not there: give their new place with --data.")
+    return config
+
+
+def open_checked_images(
+    inputs: StepInputs, folder: RunFolder, display: ProgressDisplay, before: Mapping[str, Any] | None = None
+) -> tuple[Batches, dict[str, Any]]:
+    """Open the images of a run; return them and the run's identity, which checkpoints keep.
+
+    A run that continues is compared with its identity in the checkpoint, `before`.
+    """
+    watch.mark("start-up, opening the images")
+    config, ranks = inputs.config, inputs.ranks
+    bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
+    images = inputs.open_images(bad_images, partial(display.update, "decoding images"), display.say)
+    identity = {
         "version": CHECKPOINT_VERSION,
         "data": images.source.fingerprint(),
         "contents": images.source.contents(),
         **images.choices,
-        "device": inputs.ranks.device.type,
+        "device": ranks.device.type,
         "threads": torch.get_num_threads(),
         # Such noise is relative to the other images on the device.
-        "batch_size_per_device": inputs.per_device if inputs.config.positions.conditioned else None,
+        "batch_size_per_device": inputs.per_device if config.positions.conditioned else None,
     }
+    # Local copies have other times, and the same contents.
+    require_same(f"The data '{config.data}'", identity["contents"] or identity["data"], ranks)
+    if before is not None:
+        check_continuation(before, identity, config.data, display.warn)
+    return images, identity
 
 
 def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:
-    """Return a config that decodes images as a checkpoint's run did: pixels depend on it by a decoder's rounding."""
+    """Return the config with the loader and decoder of the checkpoint: decoders round pixels differently."""
     if before["device"] != device.type:
         return config
     left_open = [name for name in ("loader", "decode") if getattr(config.speed, name) == "auto"]
@@ -79,7 +117,7 @@ def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch
 def check_continuation(
     before: Mapping[str, Any], now: Mapping[str, Any], data: str, warn: Callable[[str], None]
 ) -> None:
-    """Refuse other data than those of the checkpoint; warn of what makes random draws differ."""
+    """Raise InputError if the data differ from the checkpoint's; warn of changes that affect rounding or random draws."""
     # A copy of the data has other times. Checkpoints of earlier versions have no contents.
     if before["data"] != now["data"] and before.get("contents") != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")

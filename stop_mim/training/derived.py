@@ -13,7 +13,7 @@ from stop_mim.training.config import TrainConfig
 FEWEST_A_BATCH, MOST_A_BATCH, BATCHES_AN_EPOCH = 16, 256, 16
 ROUND_BATCHES_FROM = 64
 LR, LR_BATCH = 5e-4, 256
-"""Peak learning rate for a batch of so many images."""
+"""Peak learning rate, and the batch size that it is for."""
 WARMUP, START, FINAL = 0.1, 0.1, 0.01
 """Warm-up as a fraction of the epochs; learning rates at the first and last step as fractions of the peak."""
 STEPS = {"cuda": 20_000, "cpu": 2_000}
@@ -48,15 +48,15 @@ def batch_for(images: int, processes: int = 1) -> int:
 
 
 def epochs_for(steps_per_epoch: int, device: str) -> int:
-    """Return the epochs of 20,000 steps, from 100 to 800; on the CPU those of 2,000 steps, from 10 to 100."""
+    """Return the epochs that make 20,000 steps, within 100 to 800; on the CPU 2,000 steps, within 10 to 100."""
     fewest, most = EPOCHS[device]
     return min(max(math.ceil(STEPS[device] / max(1, steps_per_epoch)), fewest), most)
 
 
 def following(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
-    """Return a config with the epochs that are given, in which what is counted in epochs keeps its fraction of them.
+    """Return the config with the given number of epochs; warm-up and hold keep their fraction of the run.
 
-    `given` are values, or texts of values, by the path of their field; such fields are not derived from the images.
+    `given` has values, or their text, by the path of their field; these fields are no longer derived from the images.
     """
     optim = config.optim
     derived = tuple(name for name in optim.derive if f"optim.{name}" not in given)
@@ -65,7 +65,7 @@ def following(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     except ValueError:
         factor = 0.0
     if factor <= 0:
-        # A bad value, which is refused where it is read.
+        # A bad value is refused where it is parsed.
         return config
     kept = {name: value for name in COUNTED_IN_EPOCHS if (value := getattr(optim, name)) is not None}
     scaled: dict[str, Any] = {name: _short(factor * value) for name, value in kept.items()} if factor != 1 else {}

@@ -23,9 +23,14 @@ MOST_INITIAL_PART = 0.01
 
 
 def describe_run(
-    parts: "Parts", folder: RunFolder, display: ProgressDisplay, recipe: str = "", trial: Trial | None = None
+    parts: "Parts",
+    folder: RunFolder,
+    display: ProgressDisplay,
+    recipe: str = "",
+    weights: str | None = None,
+    trial: Trial | None = None,
 ) -> None:
-    """Show what is trained, and of a new run the warnings."""
+    """Show what is trained; `recipe`, initial `weights` and `trial` belong to a new run, which is also warned of."""
     config, trainer, inputs, encoder = parts.config, parts.trainer, parts.inputs, parts.objective.encoder
     optim, per_epoch, total, ranks = config.optim, parts.steps_per_epoch, trainer.total_steps, trainer.ranks
     parameters = sum(parameter.numel() for parameter in encoder.parameters()) / 1e6
@@ -39,6 +44,7 @@ def describe_run(
     if trainer.done:
         resumed = f"{trainer.done:,} of {total:,} steps are done"
     lines = {
+        "weights": weights or "",
         "run": folder.path,
         "data": f"{config.data}; {parts.images.description}",
         "skipped": folder.skipped(),

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ def process_group(speed: SpeedConfig) -> Iterator[Ranks]:
     """Join the process group if torchrun started several processes, and watch them; an existing group is used as it is.
 
     Several runs in one process need one such context around them: torch cannot join the same group twice. A single
-    process gets a group of its own if it shards.
+    process has a group only if it shards.
     """
     joined, local_rank = dist.is_initialized(), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = dist.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
@@ -234,3 +234,10 @@ def wait_for_all(ranks: Ranks) -> None:
     if ranks.world_size > 1:
         with watch.waits():
             dist.barrier()
+
+
+def on_main(ranks: Ranks, work: Callable[[], object]) -> None:
+    """Call a function in the main process; the others wait for it."""
+    if ranks.is_main:
+        work()
+    wait_for_all(ranks)

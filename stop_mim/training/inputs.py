@@ -1,7 +1,7 @@
 """The inputs of a pretraining step: batches of images, each with its masks."""
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from itertools import count, repeat
 from pathlib import Path
@@ -35,6 +35,8 @@ class StepInputs:
 
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
+        self.ignored: Mapping[str, int] = {}
+        """How many files of the dataset are no images, by extension."""
         self.per_device, self.batches_per_step = split_batch(config, ranks)
         require_possible(config.speed, ranks)
         # On the meta device, without the memory of the weights: a configuration that cannot work raises InputError.
@@ -59,6 +61,7 @@ class StepInputs:
         """
         config, speed, ranks, encoder = self.config, self.config.speed, self.ranks, self._encoder
         source, size = open_data(config), (self.per_device, config.seed, ranks.rank, ranks.world_size)
+        self.ignored = source.ignored
         return Batches(
             source,
             ShuffledOrder(len(source), *size, self.batches_per_step, blocks=source.blocks),
@@ -133,19 +136,15 @@ def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
             f"({per_device} images on each of {ranks.world_size} devices)."
         )
     if config.masks.compat == "release":
-        per_device = _share_of_released_masks(per_device, total)
+        # No batch may have masks of two sizes.
+        together = min(total, RELEASE_IMAGES)
+        if total % together or (per_device % together and together % per_device):
+            raise InputError(
+                f"optim.batch_size is {total} with {per_device} images on a device: masks.compat release draws masks for "
+                f"{together} images; give a multiple of {together}, or a divisor of it for the device."
+            )
+        per_device = min(per_device, together)
     return per_device, total // (per_device * ranks.world_size)
-
-
-def _share_of_released_masks(per_device: int, total: int) -> int:
-    """Return the images per batch on one device, of which no batch may have masks of two sizes."""
-    together = min(total, RELEASE_IMAGES)
-    if total % together or (per_device % together and together % per_device):
-        raise InputError(
-            f"optim.batch_size is {total} with {per_device} images on a device: masks.compat release draws masks for "
-            f"{together} images; give a multiple of {together}, or a divisor of it for the device."
-        )
-    return min(per_device, together)
 
 
 def workers_for(speed: SpeedConfig, ranks: Ranks) -> int:

@@ -1,4 +1,4 @@
-"""Pretraining: from a configuration to an objective, batches, a step, callbacks and the trainer that runs them.
+"""Pretraining: a config becomes an objective, batches, a step and a trainer.
 
 Read this first, then trainer.py (the loop), step.py (one update), models/ijepa.py (the objective) and
 positions/stochastic.py (StoP itself).
@@ -17,7 +17,6 @@ from rich.console import Console
 
 from stop_mim.constraints import check_effects
 from stop_mim.data.batches import Batches
-from stop_mim.data.sources import absolute_name, is_dataset
 from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.kernels.fast import is_half
@@ -27,19 +26,25 @@ from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.callbacks.checkpoint import SaveRun, SaveShardedRun
 from stop_mim.training.callbacks.health import WatchHealth
 from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
-from stop_mim.training.callbacks.probe import RunProbe, make_probe, open_probe_data
+from stop_mim.training.callbacks.probe import RunProbe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.callbacks.trackers import open_trackers
 from stop_mim.training.config import SpeedConfig, TrainConfig
-from stop_mim.training.continuation import check_continuation, identity_of, load_as_before, open_checkpoint
+from stop_mim.training.continuation import (
+    at_absolute_paths,
+    load_as_before,
+    open_checked_images,
+    open_checkpoint,
+    with_data_at,
+)
 from stop_mim.training.description import describe_run
-from stop_mim.training.distributed import Ranks, broadcast, is_sharded, process_group, require_same, share, wait_for_all
+from stop_mim.training.distributed import Ranks, broadcast, is_sharded, on_main, process_group, share, wait_for_all
 from stop_mim.training.inputs import StepInputs, SyntheticImages
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import values_at
 from stop_mim.training.step import TrainingStep, make_optimiser
 from stop_mim.training.trainer import Callback, Trainer
-from stop_mim.training.trial import Trial, measure_steps, settle, take_trial_steps
+from stop_mim.training.trial import measure_steps, settle, take_trial_steps
 from stop_mim.training.watch import watch
 
 REMEDY = "lower optim.lr or set optim.clip_gradient_norm; the last checkpoint is not affected"
@@ -79,9 +84,7 @@ def train(
     with process_group(config.speed) as ranks:
         folder = RunFolder(Path(broadcast(str(config.out or default_path(recipe)), ranks)))
         folder.require_new()
-        if ranks.is_main:
-            folder.discard_bad_images()
-        wait_for_all(ranks)
+        on_main(ranks, folder.discard_bad_images)
         with ProgressDisplay(console, ranks.is_main, folder.log) as display:
             config = at_absolute_paths(replace(config, out=str(folder.path)))
             config = settle(config, ranks, display.say, memory_of_step)
@@ -91,79 +94,10 @@ def train(
             if config.log.trial_steps and not is_sharded(parts.objective):
                 display.say("measuring  some trial steps, which are undone")
                 trial = take_trial_steps(parts.trainer, config.log.trial_steps)
-            if ranks.is_main:
-                folder.create(config, recipe, weights, parts.ignored)
-            wait_for_all(ranks)
+            on_main(ranks, lambda: folder.create(config, recipe, weights, parts.inputs.ignored))
             with folder.lock(ranks.is_main):
-                if weights is not None:
-                    display.say(f"weights    {weights}")
-                return run(parts, folder, display, recipe, trial)
-
-
-def resume(
-    path: Path | str,
-    checkpoint: Path | None = None,
-    speed: SpeedConfig | None = None,
-    stop_after_steps: int | None = None,
-    console: Console | None = None,
-    or_older: bool = False,
-    data: str | None = None,
-) -> TrainResult:
-    """Continue a run as if it had not been stopped.
-
-    Args:
-        path: the run directory.
-        checkpoint: file to continue from; default: the newest one, or the first step if there is none.
-        speed: replaces the run's own speed group.
-        stop_after_steps: stop (and save) after so many steps of the whole run.
-        console: where progress is shown; default: standard error.
-        or_older: where the newest checkpoint is damaged, continue from the newest good one.
-        data: where the run's data are now, if they have moved.
-    """
-    folder = RunFolder(Path(path))
-    begun = folder.config()
-    if data is not None:
-        begun = at_absolute_paths(replace(begun, data=data))
-    elif not is_dataset(begun.data):
-        raise InputError(f"The data of this run, '{begun.data}', are not there: give their new place with --data.")
-    config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
-    saved, damaged = open_checkpoint(folder, checkpoint, or_older)
-    with (
-        process_group(config.speed) as ranks,
-        folder.lock(ranks.is_main),
-        ProgressDisplay(console, ranks.is_main, folder.log) as display,
-    ):
-        if data is not None and ranks.is_main:
-            folder.discard_bad_images()
-        wait_for_all(ranks)
-        for error in damaged:
-            display.warn(f"{error} An older checkpoint is taken instead, as --or-older asks for.")
-        parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
-        if saved is not None:
-            watch.mark("start-up, loading the checkpoint")
-            parts.trainer.restore(saved)
-            # Its tensors are mapped: they would keep the file's space when it is replaced by newer ones.
-            saved = None
-        step = parts.trainer.done
-        if stop_after_steps is not None and stop_after_steps < step:
-            raise InputError(f"stop_after_steps is {stop_after_steps}, and step {step} is done: give a later step.")
-        if ranks.is_main:
-            folder.forget_after(step)
-            if data is not None:
-                folder.write_config(begun)
-            folder.record_environment({"resumed_at_step": step})
-        wait_for_all(ranks)
-        return run(parts, folder, display)
-
-
-def at_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Return the config with names of datasets, and so of bad images, that are the same from any directory."""
-    labelled = config.probe.data and _absolute(config.probe.data)
-    return replace(config, data=_absolute(config.data), probe=replace(config.probe, data=labelled))
-
-
-def _absolute(name: str) -> str:
-    return absolute_name(name) if is_dataset(name) else name
+                describe_run(parts, folder, display, recipe, weights, trial)
+                return run(parts, folder, display)
 
 
 def prepare(
@@ -173,9 +107,9 @@ def prepare(
     display: ProgressDisplay,
     before: Mapping[str, Any] | None = None,
 ) -> "Parts":
-    """Build everything that a run needs; cheap checks come first, then labels, then images.
+    """Open the images, build the trainer and add its callbacks; cheap checks come first.
 
-    `before` is the identity of the run in the checkpoint that it continues from, see `identity_of`.
+    `before` is the identity of the run in the checkpoint that it continues from.
     """
     watch.tell = folder.log
     if before is not None:
@@ -183,25 +117,13 @@ def prepare(
     inputs = StepInputs(config, ranks)
     trackers = open_trackers(folder, config) if ranks.is_main else []
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
-    watch.mark("start-up, opening the images")
-    bad_images = folder.bad_images_file.with_suffix(".txt" if ranks.is_main else f".rank{ranks.rank}.txt")
-    images = inputs.open_images(bad_images, partial(display.update, "decoding images"), display.say)
-    identity = identity_of(inputs, images)
-    # Local copies have other times, and the same contents.
-    require_same(f"The data '{config.data}'", identity["contents"] or identity["data"], ranks)
-    if before is not None:
-        check_continuation(before, identity, config.data, display.warn)
+    images, identity = open_checked_images(inputs, folder, display, before)
     watch.mark("start-up, building the model")
-    parts = assemble(config, inputs, images, display.say, display.warn)
+    parts = assemble(inputs, images, display.say, display.warn)
     objective, log, steps_per_epoch = parts.objective, config.log, parts.steps_per_epoch
     measuring: list[Callback] = [WatchHealth(objective, log.health_every_steps, display.warn)]
     if probe_data is not None:
-        watch.mark("start-up, decoding labelled images")
-        decoding, file = partial(display.update, "decoding labelled images"), folder.bad_images_file
-        probe = None
-        if ranks.is_main:
-            probe = make_probe(config, probe_data, objective.frozen, parts.autocast, ranks.device, file, decoding)
-        measuring.append(RunProbe(config.probe, probe, probe_data.fingerprint, display, objective))
+        measuring.append(RunProbe(config, probe_data, objective, parts.autocast, ranks, folder, display))
     save = SaveShardedRun if is_sharded(objective) else SaveRun
     parts.trainer.callbacks += [
         *measuring,
@@ -214,21 +136,9 @@ def prepare(
     return parts
 
 
-def run(
-    parts: "Parts", folder: RunFolder, display: ProgressDisplay, recipe: str = "", trial: Trial | None = None
-) -> TrainResult:
-    """Train to the end of the run, or to `stop_after_steps`; `recipe` and `trial` are those of a new run."""
-    trainer = parts.trainer
-    describe_run(parts, folder, display, recipe, trial)
-    trainer.run(parts.config.stop_after_steps)
-    if left_out := folder.skipped():
-        display.say(f"skipped    {left_out}")
-    return TrainResult(folder.path, trainer.done, trainer.total_steps, trainer.loss, trainer.interrupted_by)
-
-
 @dataclass(frozen=True)
 class Parts:
-    """What takes the steps of a run; `assemble` puts it together for training and for the benchmark."""
+    """Everything that takes the steps of a run."""
 
     config: TrainConfig
     inputs: StepInputs
@@ -238,21 +148,13 @@ class Parts:
     autocast: AbstractContextManager[Any]
     trainer: Trainer
 
-    @property
-    def ignored(self) -> Mapping[str, int]:
-        """Return how many files beside the images are none, by extension."""
-        return self.images.source.ignored if isinstance(self.images, Batches) else {}
-
 
 def assemble(
-    config: TrainConfig,
-    inputs: StepInputs,
-    images: Batches | SyntheticImages,
-    say: Callable[[str], None],
-    warn: Callable[[str], None],
+    inputs: StepInputs, images: Batches | SyntheticImages, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> Parts:
-    """Build objective, optimiser, step and trainer; the callbacks that do not change the training are left to the caller."""
-    ranks, device, optim, speed = inputs.ranks, inputs.ranks.device, config.optim, config.speed
+    """Build objective, optimiser, step and trainer, for training and for the benchmark alike."""
+    config, ranks, device = inputs.config, inputs.ranks, inputs.ranks.device
+    optim, speed = config.optim, config.speed
     steps_per_epoch = images.order.batches_per_epoch // inputs.batches_per_step
     total_steps = optim.epochs * steps_per_epoch
     torch.manual_seed(derive_seed(config.seed, "weights"))
@@ -260,8 +162,7 @@ def assemble(
     model = share(objective, ranks, speed.sharding, is_half(speed.precision, device), speed.reshard)
     optimiser = make_optimiser(objective, optim, device)
     autocast = autocast_for(speed.precision, device)
-    clip, decay_mask_token = optim.clip_gradient_norm, optim.decay_mask_token
-    step = TrainingStep(model, objective, optimiser, ranks, autocast, clip, decay_mask_token)
+    step = TrainingStep(model, objective, optimiser, ranks, autocast, optim.clip_gradient_norm, optim.decay_mask_token)
     trainer = Trainer(
         # Decided by the length of the whole run, so that a resumed session computes as the first one did.
         step=accelerate(step, speed, total_steps, say, warn, inputs.masks.has_fixed_counts),
@@ -279,10 +180,66 @@ def assemble(
     return Parts(config, inputs, images, steps_per_epoch, objective, autocast, trainer)
 
 
+def run(parts: Parts, folder: RunFolder, display: ProgressDisplay) -> TrainResult:
+    """Train to the end of the run, or to `stop_after_steps`."""
+    trainer = parts.trainer
+    trainer.run(parts.config.stop_after_steps)
+    if skipped := folder.skipped():
+        display.say(f"skipped    {skipped}")
+    return TrainResult(folder.path, trainer.done, trainer.total_steps, trainer.loss, trainer.interrupted_by)
+
+
+def resume(
+    path: Path | str,
+    checkpoint: Path | None = None,
+    speed: SpeedConfig | None = None,
+    stop_after_steps: int | None = None,
+    console: Console | None = None,
+    or_older: bool = False,
+    data: str | None = None,
+) -> TrainResult:
+    """Continue a run as if it had not been stopped.
+
+    Args:
+        path: the run directory.
+        checkpoint: file to continue from; default: the newest one, or the first step if there is none.
+        speed: replaces the run's own speed group.
+        stop_after_steps: stop (and save) after this step of the whole run.
+        console: where progress is shown; default: standard error.
+        or_older: where the newest checkpoint is damaged, continue from the newest good one.
+        data: where the run's data are now, if they have moved.
+    """
+    folder = RunFolder(Path(path))
+    begun = with_data_at(folder.config(), data)
+    config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
+    saved, damaged = open_checkpoint(folder, checkpoint, or_older)
+    with (
+        process_group(config.speed) as ranks,
+        folder.lock(ranks.is_main),
+        ProgressDisplay(console, ranks.is_main, folder.log) as display,
+    ):
+        if data is not None and ranks.is_main:
+            folder.discard_bad_images()
+        wait_for_all(ranks)
+        for error in damaged:
+            display.warn(f"{error} An older checkpoint is taken instead, as --or-older asks for.")
+        parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
+        if saved is not None:
+            parts.trainer.restore(saved)
+            # Its tensors are mapped: they would keep the file's space when it is replaced by newer ones.
+            saved = None
+        step = parts.trainer.done
+        if stop_after_steps is not None and stop_after_steps < step:
+            raise InputError(f"stop_after_steps is {stop_after_steps}, and step {step} is done: give a later step.")
+        on_main(ranks, lambda: folder.resume_at(step, None if data is None else begun))
+        describe_run(parts, folder, display)
+        return run(parts, folder, display)
+
+
 def memory_of_step(config: TrainConfig, device: torch.device, images: int) -> int:
-    """Return the bytes that a plain step of this run needs for so many images at once."""
+    """Return the bytes that a plain step of this run needs for a batch of this many images."""
     speed = replace(config.speed, batch_size_per_device=images, compile=False, graph=False)
     config = replace(config, optim=replace(config.optim, batch_size=images), speed=speed)
     inputs = StepInputs(config, Ranks(0, 1, 1, device))
-    trainer = assemble(config, inputs, SyntheticImages(inputs), warnings.warn, warnings.warn).trainer
+    trainer = assemble(inputs, SyntheticImages(inputs), warnings.warn, warnings.warn).trainer
     return measure_steps(trainer).memory

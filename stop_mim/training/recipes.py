@@ -46,7 +46,7 @@ def with_compat(config: TrainConfig, compat: Compat) -> TrainConfig:
         return config
     if config.objective.kind != "ijepa":
         raise InputError(
-            f"compat is {compat}, which exists for I-JEPA and StoP alone, and the objective is {config.objective.kind}: "
+            f"compat is {compat}, which exists only for I-JEPA and StoP, and the objective is {config.objective.kind}: "
             "leave it out."
         )
     positions, augment = config.positions, replace(config.augment, jitter_probability=0.0)
@@ -113,14 +113,7 @@ def stop_tiny_imagenet() -> TrainConfig:
         encoder=EncoderConfig(size="small", image_size=(64, 64), patch_size=8),
         predictor=PredictorConfig(width=192, depth=3),
         augment=AugmentConfig(flip_probability=0.5),
-        optim=OptimConfig(
-            epochs=280,
-            batch_size=256,
-            lr=5e-4,
-            start_lr=1e-4,
-            final_lr=1e-5,
-            warmup_epochs=25,
-        ),
+        optim=OptimConfig(epochs=280, batch_size=256, lr=5e-4, start_lr=1e-4, final_lr=1e-5, warmup_epochs=25),
         checkpoint=CheckpointConfig(every_steps=1000),
     )
 
@@ -130,7 +123,7 @@ def stop_photos() -> TrainConfig:
     """StoP, ViT-S/16 at 224x224, for any folder of photographs; batch, length and learning rate follow from the images.
 
     stop-mim pretrain stop-photos --data photos/
-    I-JEPA instead of StoP: --positions.kind sincos. The values here are those of a large folder on a GPU; the rules are in
+    I-JEPA instead of StoP: --positions.kind sincos. The values here are for a large folder on a GPU; the rules are in
     docs/guides/own-images.md.
     """
     return TrainConfig(
@@ -313,10 +306,7 @@ def mae_tiny_imagenet() -> TrainConfig:
     config = stop_tiny_imagenet()
     optim = replace(config.optim, weight_decay=0.05, final_weight_decay=0.05, betas=(0.9, 0.95))
     return replace(
-        _mae(config.encoder),
-        predictor=PredictorConfig(width=192, depth=4),
-        optim=optim,
-        checkpoint=config.checkpoint,
+        _mae(config.encoder), predictor=PredictorConfig(width=192, depth=4), optim=optim, checkpoint=config.checkpoint
     )
 
 
@@ -359,20 +349,14 @@ def data2vec_tiny_imagenet() -> TrainConfig:
     The teacher's momentum is lower than published, because the run has far fewer steps.
     """
     config = stop_tiny_imagenet()
-    optim = replace(
-        config.optim,
-        weight_decay=0.05,
-        final_weight_decay=0.05,
-        clip_gradient_norm=3.0,
-        ema_final=0.9998,
-    )
+    optim = replace(config.optim, weight_decay=0.05, final_weight_decay=0.05, clip_gradient_norm=3.0, ema_final=0.9998)
     return replace(
         data2vec_vitb16(), encoder=config.encoder, augment=config.augment, optim=optim, checkpoint=config.checkpoint
     )
 
 
 def register_twin(name: str, original: str, positions: PositionsConfig, summary: str) -> None:
-    """Register a recipe that differs from another in its positions alone."""
+    """Register a recipe that differs from another only in its positions."""
     recipe = RECIPES[original]
 
     def twin() -> TrainConfig:

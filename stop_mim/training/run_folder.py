@@ -148,8 +148,11 @@ class RunFolder:
         """Return the file of the newest checkpoint, if there is one."""
         return next(iter(reversed(checkpoints_in(self.checkpoints).values())), None)
 
-    def forget_after(self, step: int) -> None:
-        """Remove the metrics after this step and set later checkpoints aside: a resumed run takes those steps again."""
+    def resume_at(self, step: int, config: TrainConfig | None = None) -> None:
+        """Record a session that continues after this step; a `config` that is given replaces the run's own.
+
+        Later metrics are removed and later checkpoints set aside: the run takes those steps again.
+        """
         if self.metrics_file.exists():
             kept = [line for line, values in _measurements(self.metrics_file) if values["step"] <= step]
             text = "".join(f"{line}\n" for line in kept)
@@ -157,6 +160,9 @@ class RunFolder:
         for later, path in checkpoints_in(self.checkpoints).items():
             if later > step:
                 path.replace(path.with_name(f"{path.name}.superseded"))
+        if config is not None:
+            self.write_config(config)
+        self.record_environment({"resumed_at_step": step})
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Append the measurements of a step to metrics.jsonl."""

@@ -26,7 +26,7 @@ Outcome = Float[Tensor, "3"]
 """Loss, gradient norm, and whether the weights were updated, on the device."""
 
 SHARD_IMAGES = 64
-"""Images of a virtual shard: the noise of a step is drawn for so many images at a time, each from its own seed."""
+"""Images of a virtual shard: the noise of a step is drawn shard by shard, each from its own seed."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class TrainingStep:
     All state that changes from step to step is in tensors and in `generators`, so that `run` can be captured as a CUDA
     graph.
 
-    The noise belongs to the image's place in the batch of all processes, in virtual shards of `SHARD_IMAGES` images: any
-    number of processes and of accumulated batches draws the same.
+    The noise of an image depends on its place in the batch of all processes, not on how many processes or accumulated batches
+    share it: it is drawn for virtual shards of `SHARD_IMAGES` images.
 
     Args:
         model: the objective, or the objective wrapped for several processes.
@@ -86,7 +86,7 @@ class TrainingStep:
         self.ranks, self.autocast = ranks, autocast
         self.clip_gradient_norm = clip_gradient_norm
         self.generators: dict[tuple[int, int], torch.Generator] = {}
-        """Draw the noise of the positions, by accumulated batch and virtual shard."""
+        """The generators of the positional noise, by accumulated batch and virtual shard."""
         self._seed = 0
         self._learned: list[Tensor] = [p for group in optimiser.param_groups for p in group["params"]]
         decaying_vector = objective.masked_tokens.mask_token if decay_mask_token else None
@@ -131,7 +131,7 @@ class TrainingStep:
         return torch.stack([loss, norm.to(loss), finite.to(loss)])
 
     def _draw_noise(self, masks: Masks, number: int, n_batches: int) -> Noise:
-        """Draw the noise of one of the accumulated batches: of each virtual shard that it has images of, its part."""
+        """Return the noise of one accumulated batch: its part of every virtual shard that it overlaps with."""
         size, n_images = len(masks), len(masks) * n_batches * self.ranks.world_size
         first = (number * self.ranks.world_size + self.ranks.rank) * size
         parts = []
@@ -139,7 +139,7 @@ class TrainingStep:
             start = shard * SHARD_IMAGES
             drawn = min(SHARD_IMAGES, n_images - start)
             wanted = slice(max(first - start, 0), min(first + size - start, drawn))
-            # Only the shape of the masks counts here.
+            # Only the shapes of the masks matter here.
             like = Masks(masks.context[:1].expand(drawn, -1), masks.targets[:1].expand(drawn, -1, -1))
             noise = self.objective.draw_noise(like, self._generator(number, shard))
             parts.append([None if one is None else one.unflatten(0, (drawn, -1))[wanted] for one in noise])

@@ -31,7 +31,7 @@ Step = Callable[[Any, Any, int], Outcome]
 class Callback:
     """What happens around the steps of a `Trainer`; every method is optional.
 
-    A callback runs on the main process alone, or on every process if `on_every_rank` is set. A callback with state has a
+    A callback runs only on the main process, or on every process if `on_every_rank` is set. A callback with state has a
     `name`, under which `state()` is kept in checkpoints.
     """
 
@@ -45,11 +45,11 @@ class Callback:
         """Prepare the next step, whose number is `trainer.done`; called on every process."""
 
     def reads(self, step: int) -> bool:
-        """Whether this callback needs the outcomes after so many steps; reading them waits for the device."""
+        """Whether this callback needs the outcomes after this step; reading them waits for the device."""
         return False
 
     def after_step(self, trainer: "Trainer", batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Act after a step; `outcomes` are those read now: of all steps since the last reading, or none."""
+        """Act after a step; `outcomes` are of all steps since they were last read, or empty if they are not read now."""
 
     def state(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -121,7 +121,7 @@ class Trainer:
         """Train until `end` steps of the whole run are done; not given: all."""
         self.end = min(self.total_steps, end or self.total_steps)
         self.interrupted_by, self.error = None, None
-        # A process whose other is killed is asked to stop as well, and must still say why.
+        # torchrun sends SIGTERM to all processes when one is killed: the others must still report why they end.
         with catch_interruption(ANSWER if self.ranks.is_main else "") as interruption:
             try:
                 with watch.explaining():
@@ -138,7 +138,7 @@ class Trainer:
                 self._end()
 
     def _end(self) -> None:
-        """End all callbacks; after an error, such as a full disk, what fails here is no news."""
+        """End all callbacks; after an error, such as a full disk, an OSError here adds nothing."""
         with suppress(*([] if self.error is None else [OSError])), ExitStack() as ends:
             for callback in reversed(self._active()):
                 ends.callback(callback.end, self)
@@ -202,6 +202,7 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
+        watch.mark("start-up, loading the checkpoint")
         restore_tensors(checkpoint, self.model, self.optimiser)
         self.done, self.not_finite = checkpoint.step, checkpoint.state["not_finite"]
         self.not_finite_in_a_row = checkpoint.state["not_finite_in_a_row"]

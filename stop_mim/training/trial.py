@@ -44,8 +44,8 @@ def settle(
 ) -> TrainConfig:
     """Decide what the config leaves open: the fields of `optim.derive`, and the images that a device sees at once.
 
-    config.json keeps it, so that a resumed run is the same. `memory_of_step` measures the bytes of a step of the run, on a
-    device, of so many images.
+    config.json keeps the decision for resumed runs. `memory_of_step` returns the bytes of a step on a device with a number
+    of images.
     """
     if config.optim.derive:
         config = derive(config, len(open_data(config)), ranks.device.type, ranks.world_size)
@@ -97,7 +97,7 @@ def measure_steps(trainer: Trainer, first: int = 1, timed: int = 1) -> Trial:
 def images_at_once(per_step: int, memory_of: Callable[[int], int], budget: float) -> int:
     """Return the largest divisor of a step's images that fits into a budget of bytes; up to 16 are never divided.
 
-    `memory_of` measures the bytes that a step of so many images needs.
+    `memory_of` returns the bytes that a step with a number of images needs.
     """
     if per_step <= MORE_IMAGES:
         return per_step

@@ -1,4 +1,4 @@
-"""Watches the processes of a run: each notes where it stands, so that one that is stuck or has ended can be named."""
+"""Watches the processes of a run: each records its place, so that one that is stuck or has ended can be named."""
 
 import json
 import os
@@ -15,26 +15,26 @@ import torch.distributed as dist
 from stop_mim.errors import ProcessLost
 
 SECONDS_BETWEEN_BEATS = 1.0
-# What gloo and NCCL say when the other end of a connection is gone.
+# Parts of the errors of gloo and NCCL when the other end of a connection is gone.
 LOST = ("gloo/", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
 
 
 class Place(NamedTuple):
-    """Where a process stands."""
+    """The place of a process in the run."""
 
     marks: int
-    """How many places it has passed."""
+    """Number of places that it has passed."""
     where: str
     seconds: float
-    """How long it has not moved."""
+    """Time without progress."""
     beats: int
-    """Counts up while the process lives."""
+    """Increases while the process lives."""
 
 
 class Watch:
-    """Ends all processes with a sentence if none of them has moved for too long, and explains errors of lost connections.
+    """Ends all processes with one sentence if none of them makes progress, and explains errors of lost connections.
 
-    `tell` also gets the sentence, in the process that prints it.
+    `tell` is called with the sentence too, in the process that prints it.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,16 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def mark(self, where: str) -> None:
-        """Note that this process gets to a place; all processes pass the same places in the same order."""
+        """Record that this process has reached a place; all processes pass the same places in the same order."""
         self._marks, self._where, self._moved = self._marks + 1, where, time.monotonic()
 
     def moves(self) -> None:
-        """Note that this process gets on with its work at the place where it is."""
+        """Record progress at the current place."""
         self._moved = time.monotonic()
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Note that this process waits for all others here."""
+        """Record that this process waits for all others."""
         where = self._where
         self.mark(f"{where}, waiting for the others")
         yield
@@ -62,7 +62,7 @@ class Watch:
 
     @contextmanager
     def over(self, rank: int, world_size: int, timeout: float) -> Iterator[None]:
-        """Watch this process, unless it is alone or already watched; `timeout` in seconds."""
+        """Watch this process, unless it is the only one or already watched; `timeout` is in seconds."""
         if world_size == 1 or self._thread is not None:
             yield
             return
@@ -80,7 +80,7 @@ class Watch:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raise ProcessLost instead of an error that says that another process is gone."""
+        """Raise ProcessLost instead of an error that means that another process has ended."""
         try:
             yield
         except RuntimeError as error:
@@ -124,7 +124,7 @@ class Watch:
         return self._ask(read) or {}
 
     def _look(self) -> tuple[dict[int, Place], set[int]]:
-        """Return where all processes stand, and which of the others do not move their beats any more."""
+        """Return the places of all processes, and which of the others no longer send beats."""
         before = self._places()
         for _ in range(3):
             time.sleep(SECONDS_BETWEEN_BEATS)
@@ -134,7 +134,7 @@ class Watch:
         return now, set(range(self._world_size)) - alive - {self._rank}
 
     def _judge(self) -> None:
-        """End all processes unless one of them moves; the first that is not to blame says why."""
+        """End all processes unless one makes progress; the first one that is not stuck prints why."""
         places, silent = self._look()
         if any(place.seconds < self._timeout for rank, place in places.items() if rank not in silent):
             return
@@ -158,7 +158,7 @@ class Watch:
 
 
 watch = Watch()
-"""Of this process."""
+"""The watch of this process."""
 
 
 def _key(name: object) -> str:
@@ -167,19 +167,19 @@ def _key(name: object) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether an error says that another process is gone."""
+    """Return whether an error means that another process has ended."""
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)
 
 
 def last_of(places: Mapping[int, Place]) -> set[int]:
-    """Return the processes that are behind the others; none if all stand at the same place."""
+    """Return the processes that are behind the others; none if all are at the same place."""
     marks = {rank: place.marks for rank, place in places.items()}
     behind = {rank for rank in marks if marks[rank] == min(marks.values())}
     return behind if len(behind) < len(marks) else set()
 
 
 def describe(named: set[int], places: Mapping[int, Place], silent: set[int]) -> str:
-    """Return which processes hold up the others, and where they stand."""
+    """Return which processes hold up the others, and their places."""
     if not named:
         where = f" at {places[min(places)].where}" if places else ""
         return f"all processes are stuck{where}"

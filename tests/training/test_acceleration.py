@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quiet_run import MOVING
 from stepping import assert_same_state, make_batches, make_step, state_of, take, values_of
-from tiny_run import CPU, tiny_config, write_images
+from tiny_run import CPU, MOVING, tiny_config, write_images
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks

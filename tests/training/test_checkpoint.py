@@ -110,13 +110,7 @@ def test_checkpoints_are_found_by_number_and_pruned_but_for_milestones(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        MODEL_WEIGHT,
-        "model.extra",
-        "optimiser.exp_avg.encoder.vit.norm.weight",
-        "optimiser.step.extra",
-    ],
+    "name", [MODEL_WEIGHT, "model.extra", "optimiser.exp_avg.encoder.vit.norm.weight", "optimiser.step.extra"]
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(name):
     step, other = make_step(), make_step()

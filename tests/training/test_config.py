@@ -11,7 +11,7 @@ import pytest
 from stop_mim.errors import InputError
 from stop_mim.records import from_plain
 from stop_mim.training import config as config_module
-from stop_mim.training.config import OptimConfig, TrainConfig, to_json
+from stop_mim.training.config import OptimConfig, ProbeConfig, TrainConfig, to_json
 from stop_mim.training.recipes import RECIPES
 
 
@@ -19,16 +19,10 @@ def from_json(text):
     return from_plain(TrainConfig, json.loads(text))
 
 
-@pytest.mark.parametrize("name", ["stop-vith14", "stop-vitl16", "data2vec-vitb16"])
-def test_json_gives_back_every_field_with_its_type(name):
-    config = dataclasses.replace(RECIPES[name](), out="runs/a", seed=3, stop_after_steps=9)
-    again = from_json(to_json(config))
-    assert again == config
-    for group in dataclasses.fields(config):
-        before, after = getattr(config, group.name), getattr(again, group.name)
-        for field in dataclasses.fields(before) if dataclasses.is_dataclass(before) else ():
-            kinds = type(getattr(before, field.name)), float
-            assert type(getattr(after, field.name)) in kinds, field.name
+def test_json_gives_back_every_field():
+    for recipe in RECIPES.values():
+        config = dataclasses.replace(recipe(), out="runs/a", seed=3, stop_after_steps=9)
+        assert from_json(to_json(config)) == config
 
 
 def test_a_missing_field_gets_its_default_and_an_integer_becomes_a_float():
@@ -59,30 +53,15 @@ def test_every_field_has_a_docstring():
 
 
 @pytest.mark.parametrize(
-    ("group", "field", "value"),
+    ("config", "values", "named"),
     [
-        ("optim", "lr", math.inf),
-        ("optim", "final_lr", math.nan),
-        ("optim", "warmup_epochs", 301.0),
-        ("optim", "betas", (0.9, 1.0)),
-        ("optim", "clip_gradient_norm", 0.0),
-        ("optim", "ema_final", 1.1),
-        ("speed", "precision", "fp16"),
-        ("speed", "batch_size_per_device", 0),
-        ("probe", "batch_size", 1),
-        ("probe", "neighbours", 5000),
-        ("checkpoint", "keep", 0),
+        (OptimConfig, {"lr": math.inf}, "optim.lr is inf"),
+        (OptimConfig, {"epochs": 3, "warmup_epochs": 4.0}, "optim.warmup_epochs is 4.0"),
+        (ProbeConfig, {"batch_size": 1}, "probe.batch_size is 1"),
+        (ProbeConfig, {"neighbours": 5000}, "probe.neighbours is 5000"),
+        (TrainConfig, {"stop_after_steps": 0}, "stop_after_steps is 0"),
     ],
 )
-def test_a_bad_value_is_refused_by_the_name_of_its_field(group, field, value):
-    config = getattr(TrainConfig(), group)
-    # Set afterwards: the type checks of the tests, which users do not have, would refuse some at once.
-    object.__setattr__(config, field, value)
-    with pytest.raises(InputError) as error:
-        config.__post_init__()
-    assert str(error.value).startswith(f"{group}.{field} is {value}: ")
-
-
-def test_a_bad_number_of_steps_is_refused():
-    with pytest.raises(InputError, match="stop_after_steps is 0"):
-        TrainConfig(stop_after_steps=0)
+def test_a_bad_value_is_refused_by_the_name_of_its_field(config, values, named):
+    with pytest.raises(InputError, match=f"^{named}: "):
+        config(**values)

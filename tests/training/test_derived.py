@@ -1,12 +1,10 @@
 """Settings that follow from the images, the device and its memory, and the epochs; what is warned of; config files."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from quiet_run import quietly
-from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config
+from tiny_run import assert_same_checkpoint, checkpoint_at, quietly, tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.sweeps.plan import SweepConfig, make_plan
@@ -122,16 +120,13 @@ def test_a_file_describes_a_new_run(tmp_path):
     config, recipe = read_config(file), find_recipe("stop-vitb16")
     assert (config.optim.lr, config.encoder.image_size, config.seed) == (1e-3, (64, 64), 4)
     assert (config.optim.warmup_epochs, config.optim.batch_size, config.predictor) == (7.5, 2048, recipe.predictor)
+    for empty, text in (("a.yml", ""), ("a.json", "{}")):
+        (tmp_path / empty).write_text(text)
+        assert read_config(tmp_path / empty) == TrainConfig()
     for text in ("optim: [1]", "optim: {lr: fast}", "optim: {rate: 1}", "recipe: stop-vitb61", "a: b: c", "3"):
         file.write_text(text)
         with pytest.raises(InputError):
             read_config(file)
-
-
-def test_an_empty_file_is_the_default(tmp_path):
-    (tmp_path / "a.yml").write_text("")
-    (tmp_path / "a.json").write_text(json.dumps({}))
-    assert read_config(tmp_path / "a.yml") == read_config(tmp_path / "a.json") == TrainConfig()
 
 
 MIB = 2**20

@@ -276,9 +276,8 @@ def test_a_worker_that_raises_ends_the_process(tmp_path):
         "--out",
         tmp_path / "r",
     ]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert ended.returncode == 2
     assert "can be read: check the data" in ended.stderr
     assert "Traceback" not in ended.stderr

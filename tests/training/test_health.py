@@ -8,13 +8,7 @@ import torch
 import torch.nn.functional as F
 from tiny_run import tiny_objective
 
-from stop_mim.training.callbacks.health import (
-    HealthSigns,
-    WatchHealth,
-    effective_rank,
-    ema_distance,
-    measure_health,
-)
+from stop_mim.training.callbacks.health import HealthSigns, WatchHealth, effective_rank, ema_distance, measure_health
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig
 
 HEALTHY = HealthSigns(

@@ -15,18 +15,12 @@ from stop_mim.training.distributed import Ranks
 from stop_mim.training.inputs import MAX_DEFAULT_WORKERS, StepInputs, split_batch, workers_for
 
 
-def open_inputs(rank, processes):
-    """The inputs of one of some processes, with their batches."""
+def batches_of_steps(first, last, rank=0, processes=1):
+    """Each tensor that the steps are given, batch by batch."""
     config = tiny_config()
     config = replace(config, optim=replace(config.optim, batch_size=8 * processes))
     inputs = StepInputs(config, Ranks(rank, processes, processes, CPU))
-    return inputs, inputs.open_images()
-
-
-def batches_of_steps(first, last, rank=0, processes=1):
-    """Each tensor that the steps are given, batch by batch."""
-    inputs, batches = open_inputs(rank, processes)
-    steps = list(islice(inputs.starting_at(batches, first), last - first))
+    steps = list(islice(inputs.starting_at(inputs.open_images(), first), last - first))
     assert [len(step) for step in steps] == [2] * (last - first)
     return [(images, masks.context, masks.targets) for step in steps for images, masks in step]
 
@@ -52,57 +46,35 @@ def test_no_two_batches_are_alike_and_none_of_another_process():
         assert not any(any(are_equal(batch, other)) for other in mine[number + 1 :] + others)
 
 
-def whole_step(step, processes, per_device):
-    """Each tensor of a step, put together from the batches of all processes."""
-    config = tiny_config(speed=SpeedConfig("cpu", batch_size_per_device=per_device, workers=0))
-    batches = []
-    for rank in range(processes):
-        inputs = StepInputs(config, Ranks(rank, processes, processes, CPU))
-        batches.append(next(inputs.starting_at(inputs.open_images(), step)))
-    in_order = [
-        (images, masks.context, masks.targets) for together in zip(*batches, strict=True) for images, masks in together
-    ]
-    return [torch.cat(kind) for kind in zip(*in_order, strict=True)]
-
-
-@pytest.mark.parametrize(("processes", "per_device"), [(1, 2), (2, 2), (4, 2)])
-def test_images_and_masks_of_a_step_do_not_depend_on_the_processes(processes, per_device):
-    assert all(are_equal(whole_step(9, 1, 8), whole_step(9, processes, per_device)))
-
-
 def test_released_masks_are_of_64_images_whatever_the_batch_per_device():
     """Cut to the shortest of 64 images, 52 of 82 context patches are left on 14x14; of 2048, 28."""
 
     def steps(processes, per_device):
-        config = replace(
-            TrainConfig(masks=MaskConfig(compat="release"), encoder=EncoderConfig(width=32, depth=1, heads=2)),
+        config = TrainConfig(
+            masks=MaskConfig(compat="release"),
+            encoder=EncoderConfig(width=32, depth=1, heads=2),
             optim=OptimConfig(batch_size=512),
             speed=SpeedConfig(batch_size_per_device=per_device),
         )
         inputs = [StepInputs(config, Ranks(rank, processes, processes, CPU)) for rank in range(processes)]
-        assert {(one.per_device, one.batches_per_step * processes) for one in inputs} == {(64, 8)}
+        assert {one.per_device for one in inputs} == {min(per_device, 64)}
         return [masks for together in zip(*(one.draw_masks(3) for one in inputs), strict=True) for masks in together]
 
-    alone, shared = steps(1, 512), steps(2, 128)
+    alone, shared, divided = steps(1, 512), steps(2, 128), steps(2, 16)
     assert statistics.mean(masks.context.shape[1] for masks in alone) == pytest.approx(53, abs=5)
     assert all(are_equal((a.context, a.targets), (b.context, b.targets)) for a, b in zip(alone, shared, strict=True))
     assert len({masks.targets.shape[2] for masks in alone}) > 1
+    # Devices with fewer images share the masks of 64.
+    assert sorted(row for masks in divided for row in masks.context.tolist()) == sorted(
+        row for masks in alone for row in masks.context.tolist()
+    )
 
 
-def test_devices_share_the_released_masks_of_64_images():
-    config = replace(
-        tiny_config(), masks=MaskConfig(compat="release"), encoder=EncoderConfig(width=32, depth=1, heads=2)
-    )
-    config = replace(config, optim=replace(config.optim, batch_size=64), speed=SpeedConfig(batch_size_per_device=16))
-    whole, *parts = (
-        torch.cat([masks.context for masks in StepInputs(config, ranks).draw_masks(0)])
-        for ranks in (Ranks(0, 1, 1, CPU), Ranks(0, 2, 2, CPU), Ranks(1, 2, 2, CPU))
-    )
-    assert sorted(torch.cat(parts).tolist()) == sorted(whole.tolist())
+def test_a_batch_that_cannot_share_released_masks_is_refused():
     for total, per_device in ((96, 16), (192, 48)):
-        split = replace(config, speed=SpeedConfig(batch_size_per_device=per_device))
+        config = TrainConfig(masks=MaskConfig(compat="release"), speed=SpeedConfig(batch_size_per_device=per_device))
         with pytest.raises(InputError, match=f"optim.batch_size is {total} with {per_device} .*masks for 64"):
-            split_batch(replace(split, optim=replace(config.optim, batch_size=total)), Ranks(0, 2, 2, CPU))
+            split_batch(replace(config, optim=OptimConfig(batch_size=total)), Ranks(0, 2, 2, CPU))
 
 
 @pytest.mark.parametrize(("cores", "processes", "expected"), [(4, 1, 4), (4, 2, 2), (2, 4, 1), (64, 1, None)])

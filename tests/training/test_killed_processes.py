@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faulty_process import at_step
-from processes import train_in
 from ranks import run_ranks
-from tiny_run import assert_same_checkpoint, tiny_config
+from tiny_run import assert_same_checkpoint, tiny_config, train_in
 
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint
 from stop_mim.training.config import CheckpointConfig, SpeedConfig
+from stop_mim.training.run_folder import RunFolder
 
 TOTAL = 8
 
@@ -53,7 +53,10 @@ def test_killed_processes_lose_nothing(tmp_path, sharding):
         undisturbed = beside.submit(run_ranks, 2, train_in, quiet, config)
         codes, errors = run_ranks(2, train_and_die, run, config, False, "the second, in a step", fails=True)
         assert codes == [1, -signal.SIGKILL]
-        assert "process 1 gives no sign of life" in "".join(errors)
+        (text,) = errors
+        assert "ProcessLost: The connection was lost: process 1 gives no sign of life" in text
+        assert "gloo" not in text
+        assert "process 1" in RunFolder(run).status()["message"]
         assert list(checkpoints_in(run / "checkpoints")) == [3]
         codes, errors = run_ranks(2, train_and_die, run, config, True, "all, in a save", fails=True)
         assert codes == [-signal.SIGKILL] * 2, errors

@@ -7,9 +7,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from quiet_run import MID_EPOCH, MOVING, TOTAL, comparable, go_on, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import assert_same_checkpoint, checkpoint_at, tiny_config
+from tiny_run import (
+    MID_EPOCH,
+    MOVING,
+    TOTAL,
+    assert_same_checkpoint,
+    checkpoint_at,
+    comparable,
+    go_on,
+    run,
+    tiny_config,
+)
 
 from stop_mim.training.callbacks import metrics
 from stop_mim.training.config import CheckpointConfig, LogConfig

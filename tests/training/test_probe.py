@@ -9,17 +9,28 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from quiet_run import MID_EPOCH, TOTAL, comparable, quietly
 from sklearn.neighbors import KNeighborsClassifier
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import COLOURS, CPU, assert_same_checkpoint, checkpoint_at, tiny_config, tiny_objective, write_colours
+from tiny_run import (
+    COLOURS,
+    CPU,
+    MID_EPOCH,
+    TOTAL,
+    assert_same_checkpoint,
+    checkpoint_at,
+    comparable,
+    quietly,
+    tiny_config,
+    tiny_objective,
+    write_colours,
+)
 from torchvision.transforms.v2.functional import resize
 
 from stop_mim.data import batches as batches_module
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
 from stop_mim.errors import InputError
 from stop_mim.training.callbacks import probe as probe_module
-from stop_mim.training.callbacks.probe import evaluation_mode, make_probe, open_probe_data
+from stop_mim.training.callbacks.probe import OnlineProbe, evaluation_mode, open_probe_data
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import LogConfig, ProbeConfig, SpeedConfig
 from stop_mim.training.pretrain import resume, train
@@ -46,7 +57,7 @@ def probing(colours, out, **groups):
 
 def a_probe(data, target, config=PROBE, seed=0, bad_images_file=None):
     data = data if isinstance(data, probe_module.ProbeData) else open_probe_data(str(data))
-    return make_probe(tiny_config(probe=config, seed=seed), data, target, nullcontext(), CPU, bad_images_file)
+    return OnlineProbe(tiny_config(probe=config, seed=seed), data, target, nullcontext(), CPU, bad_images_file)
 
 
 def learn(probe, batches):

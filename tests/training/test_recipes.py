@@ -122,8 +122,7 @@ def test_twins_differ_in_their_positions_alone(plain, stop):
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "depth", "patch", "masked"),
-    [("mae-vitb16", 768, 12, 16, 147), ("mae-vith14", 1280, 32, 14, 192)],
+    ("name", "width", "depth", "patch", "masked"), [("mae-vitb16", 768, 12, 16, 147), ("mae-vith14", 1280, 32, 14, 192)]
 )
 def test_the_published_numbers_of_mae(name, width, depth, patch, masked):
     config = find_recipe(name)

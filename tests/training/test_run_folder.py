@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-from quiet_run import quietly, run
-from tiny_run import tiny_config
+from tiny_run import quietly, run, tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoint_path, checkpoints_in
@@ -45,15 +44,6 @@ def test_a_folder_with_a_run_or_anything_else_is_refused(folder):
     assert folder.config_file.read_bytes() == before
 
 
-def test_the_lists_of_bad_images_of_a_run_that_never_began_do_not_count(folder):
-    folder.path.mkdir()
-    for name in ("bad_images.txt", "bad_images.rank1.txt"):
-        (folder.path / name).write_text("a.png: truncated\n")
-    folder.require_new()
-    folder.discard_bad_images()
-    assert list(folder.path.iterdir()) == []
-
-
 def test_records_that_cannot_be_read_are_an_input_error(folder):
     folder.create(tiny_config(), "tiny")
     folder.config_file.write_text('{"optim": 3}')
@@ -76,7 +66,7 @@ def test_a_resumed_run_forgets_what_was_measured_after_its_checkpoint(folder, to
     with folder.metrics_file.open("a") as file:
         file.write(torn)
     assert [line["step"] for line in read_metrics(folder.path)] == list(range(1, 9))
-    folder.forget_after(6)
+    folder.resume_at(6)
     assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == list(range(1, 7))
     folder.record(7, {"loss": 0.125})
     assert read_metrics(folder.path)[-1] == {"step": 7, "loss": 0.125}
@@ -88,7 +78,7 @@ def test_later_checkpoints_are_set_aside(folder):
     folder.checkpoints.mkdir()
     for step in (4, 8, 12):
         checkpoint_path(folder.checkpoints, step).write_text(str(step))
-    folder.forget_after(8)
+    folder.resume_at(8)
     assert list(checkpoints_in(folder.checkpoints)) == [4, 8]
     assert folder.newest_checkpoint() == checkpoint_path(folder.checkpoints, 8)
     # Set aside, not removed: somebody may have resumed from the wrong one.

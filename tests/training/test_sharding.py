@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from processes import train_in
-from quiet_run import go_on, run
 from ranks import run_ranks
-from tiny_run import checkpoint_at, tiny_config, write_colours
+from tiny_run import checkpoint_at, go_on, run, tiny_config, train_in, write_colours
 from torch.distributed.tensor.debug import CommDebugMode
 
 from stop_mim.errors import InputError
@@ -113,7 +111,7 @@ def count_messages():
     with process_group(SpeedConfig("cpu")) as ranks:
         config = wanted("full")
         inputs = StepInputs(config, ranks)
-        parts = pretrain.assemble(config, inputs, inputs.open_images(), print, print)
+        parts = pretrain.assemble(inputs, inputs.open_images(), print, print)
         objective = parts.objective
         for ours, theirs in zip(objective.encoder.parameters(), objective.target.parameters(), strict=True):
             assert ours.placements == theirs.placements

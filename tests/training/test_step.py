@@ -3,12 +3,11 @@
 import pytest
 import torch
 from stepping import assert_same_state, make_batches, make_step, state_of
-from tiny_run import CPU, tiny_config
+from tiny_run import tiny_config
 
 from stop_mim.masking import BlockwiseMasks, RandomMasks
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig
-from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import read_outcomes
 
@@ -132,39 +131,16 @@ def test_the_seed_decides_the_noise_and_torchs_own_generator_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def whole_noise(step, processes, n_batches, images=8):
-    """The noise of all images of a step, from all processes."""
-    masks, parts = a_batch(images=images // processes // n_batches)[1], {}
-    for rank in range(processes):
-        step.ranks, step.generators = Ranks(rank, processes, processes, CPU), {}
-        # The second time, the generators exist already.
-        for _ in range(2):
-            step.schedule(VALUES, seed=5)
-            parts |= {(number, rank): step._draw_noise(masks, number, n_batches).masked for number in range(n_batches)}
-    return torch.cat([parts[place] for place in sorted(parts)])
-
-
-@pytest.mark.parametrize("shard_images", [3, 64])
-def test_the_noise_of_a_step_does_not_depend_on_the_processes(monkeypatch, shard_images):
-    monkeypatch.setattr("stop_mim.training.step.SHARD_IMAGES", shard_images)
-    step = make_step()
-    whole = whole_noise(step, 1, 1)
-    assert len(whole.flatten(1).unique(dim=0)) == len(whole)
-    for processes, n_batches in ((1, 4), (2, 1), (4, 2), (8, 1)):
-        assert torch.equal(whole_noise(step, processes, n_batches), whole)
-
-
 OTHERS = {
     "mae": (ObjectiveConfig("mae"), MaskConfig("random"), RandomMasks(4)),
     "data2vec": (ObjectiveConfig("data2vec", target_layers=2), MaskConfig("blockwise"), BlockwiseMasks(4)),
 }
 
 
-@pytest.mark.parametrize("positions", [PositionsConfig(kind="sincos"), PositionsConfig()])
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_objectives_take_the_same_steps(kind, positions):
+def test_other_objectives_take_the_same_steps(kind):
     config, masks, sampler = OTHERS[kind]
-    step = make_step(objective=config, masks=masks, positions=positions)
+    step = make_step(objective=config, masks=masks, positions=PositionsConfig())
     objective, before, batch = step.objective, state_of(step), a_batch(sampler=sampler)
     losses = [take_one(step, [batch], ScheduledValues(3e-3, 0.0, 0.9)).loss for _ in range(12)]
     assert losses[-1] < losses[0]

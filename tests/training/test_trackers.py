@@ -7,8 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from quiet_run import go_on, quietly, run
-from tiny_run import tiny_config
+from tiny_run import go_on, quietly, run, tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.training.config import LogConfig

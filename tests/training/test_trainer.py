@@ -11,7 +11,6 @@ from torch import nn
 from stop_mim.errors import TrainingDiverged
 from stop_mim.interruption import catch_interruption
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
-from stop_mim.training.callbacks.progress import ShowProgress
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.trainer import ANSWER, Callback, Trainer
@@ -97,12 +96,6 @@ def test_a_training_of_any_kind_is_resumed_bit_for_bit(tmp_path):
     assert whole.state["run"] == {"model": "linear"}
 
 
-def test_progress_is_shown_after_every_step():
-    shown = []
-    make_trainer(ShowProgress(lambda *given: shown.append(given))).run()
-    assert [(done, end) for done, end, _ in shown] == [(step, TOTAL) for step in range(TOTAL + 1)]
-
-
 class Recording(Callback):
     def __init__(self, reads_at=()):
         self.reads_at, self.seen = reads_at, []
@@ -167,20 +160,6 @@ def test_steps_that_are_not_finite_are_counted_and_too_many_in_a_row_end_the_tra
         run({3}, max_not_finite=1)
 
 
-def test_a_signal_ends_the_training_after_the_step_which_is_saved(tmp_path):
-    class Asked(Callback):
-        def after_step(self, trainer, batch, outcomes):
-            if trainer.done == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    trainer = make_trainer(Asked(), SaveCheckpoint(tmp_path / "saved", 1000, {}))
-    trainer.run()
-    assert (trainer.done, trainer.interrupted_by) == (6, "SIGTERM")
-    assert read_checkpoint(tmp_path / "saved").step == 6
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 def test_ctrl_c_is_answered_at_once_and_a_second_one_ends_as_usual(capfd):
     # A shell starts its background jobs with Ctrl-C ignored, and the tests may be one of them.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -191,6 +170,7 @@ def test_ctrl_c_is_answered_at_once_and_a_second_one_ends_as_usual(capfd):
             assert interruption.signal_name == "SIGINT"
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, previous)
 

@@ -1,23 +1,20 @@
-"""A process that is stuck, killed or has other data: the others end with one sentence that names it."""
+"""A process that is stuck or has other data: the others end with one sentence that names it."""
 
 import os
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from processes import train_in
 from ranks import run_ranks
-from tiny_run import tiny_config, write_images
+from tiny_run import tiny_config, train_in, write_images
 
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.inputs import StepInputs
-from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.watch import Place, Watch, describe, is_lost, last_of
 
 SPEED = SpeedConfig("cpu", batch_size_per_device=2, workers=0, timeout_minutes=0.05)
-FAULTS = ("stuck in a step", "stuck at the start", "killed", "other data")
+FAULTS = ("stuck in a step", "stuck at the start", "other data")
 
 
 def train_badly(folder, fault):
@@ -30,10 +27,10 @@ def train_badly(folder, fault):
         def starting_at(self, images, first_step):
             for number, batch in enumerate(real(self, images, first_step), start=1):
                 if number == 3:
-                    os.kill(os.getpid(), signal.SIGKILL) if fault == "killed" else time.sleep(60)
+                    time.sleep(60)
                 yield batch
 
-        if fault in ("stuck in a step", "killed"):
+        if fault == "stuck in a step":
             StepInputs.starting_at = starting_at
         elif fault == "stuck at the start":
             StepInputs.open_images = lambda *arguments: time.sleep(60)
@@ -67,15 +64,6 @@ def test_a_stuck_process_is_named_and_all_end(ends, fault, where):
     begun = (folder / "run").exists()
     assert begun == (fault == "stuck in a step")
     assert not begun or sentence.removeprefix("stop-mim: ") in (folder / "run" / "log.txt").read_text()
-
-
-def test_a_killed_process_ends_the_others_with_a_sentence(ends):
-    folder, codes, errors = ends["killed"]
-    assert codes[1] == -signal.SIGKILL
-    (text,) = errors
-    assert "ProcessLost: The connection was lost: process 1 gives no sign of life" in text
-    assert "gloo" not in text
-    assert "process 1" in RunFolder(folder / "run").status()["message"]
 
 
 def test_processes_with_other_data_are_refused(ends):

@@ -1,4 +1,4 @@
-"""Checkpoints: written every so many steps and when a session ends; those of sharded models in the background."""
+"""Callbacks that write checkpoints: every few steps and when a session ends; of sharded models, in the background."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,7 +91,7 @@ class SaveRun(SaveCheckpoint):
 
 
 class SaveShardedRun(SaveRun):
-    """Saves the shards of all processes in the background, while the training goes on.
+    """Saves the shards of all processes in the background, while the training continues.
 
     A checkpoint gets its name when all of it is on the disk. The next save, and the end of the session, wait for it.
     """

@@ -116,7 +116,7 @@ def find_symptoms(signs: HealthSigns, first: HealthSigns) -> dict[str, str]:
 
 
 class WatchHealth(Callback):
-    """Measures the health signs every so many steps and warns of each symptom, once until it has disappeared."""
+    """Measures the health signs every `every_steps` steps; warns of a symptom once, and again if it comes back."""
 
     name = "health"
 

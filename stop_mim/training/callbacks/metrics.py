@@ -27,7 +27,7 @@ class MoveSigma(Callback):
 
 
 class RecordMetrics(Callback):
-    """Writes a line of measurements every so many steps, and where one of the callbacks `also_at` measures something.
+    """Writes a line of measurements every `every_steps` steps, and after each measurement of the callbacks `also_at`.
 
     The loss of a line is the mean since the line before. Its losses are kept in checkpoints, so that lines are the same
     wherever a run was stopped; a run that stops between two lines writes one more.

@@ -4,7 +4,7 @@ Both see features of the target encoder, and have their own weights, memory, ord
 """
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +33,12 @@ from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, collect_tensors, restore_tensors
-from stop_mim.training.config import ProbeConfig, TrainConfig
-from stop_mim.training.distributed import gathered, is_sharded
+from stop_mim.training.config import TrainConfig
+from stop_mim.training.distributed import Ranks, gathered, is_sharded
+from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
+from stop_mim.training.watch import watch
 
 STREAM_BYTES = 4 * 2**30
 """Pixels of labelled images that are kept; of a larger set, the seed chooses a part: 21,845 images of size 224.
@@ -75,11 +77,8 @@ def open_probe_data(name: str, label: str = "auto") -> ProbeData:
     unknown = np.setdiff1d(test.labels[label], values)
     # A split may number only those classes that it has, so that the same number is another class.
     if len(unknown) or (label == "class" and train.class_names != test.class_names):
-        what = (
-            f"the {label} {unknown[0]}, which its train split does not have"
-            if len(unknown)
-            else "classes of other names"
-        )
+        missing = f"the {label} {unknown[0]}, which its train split does not have" if len(unknown) else ""
+        what = missing or "classes of other names"
         raise InputError(f"probe.data is '{name}': its test split has {what}; give splits of the same classes.")
     learned, scored = (
         LabelledSet(source, np.searchsorted(values, source.labels[label]), np.arange(len(source)))
@@ -122,13 +121,31 @@ def frozen_features(
         return encoder.embed(images, 1).float()
 
 
+def open_split(
+    config: TrainConfig,
+    device: torch.device,
+    bad_images_file: Path | None,
+    progress: Progress | None,
+    split: str,
+    data: LabelledSet,
+    most: int,
+    view: View,
+) -> Batches:
+    """Decode at most `most` images of a split, chosen by the seed; the train split is shuffled."""
+    chosen = torch.randperm(len(data), generator=seeded_generator("cpu", config.seed, "probe images", split))[:most]
+    data, own_seed = data.part(chosen.sort().values.numpy()), derive_seed(config.seed, "probe")
+    indices, size = data.indices, min(config.probe.batch_size, len(data))
+    order = ShuffledOrder(indices, size, own_seed) if split == "train" else SequentialOrder(indices, size)
+    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
+    file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
+    bad_images = BadImages(data.source.name, len(data), file)
+    return Batches(data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress)
+
+
 class OnlineProbe(nn.Module):
     """A linear head on batch-normed features, learned on a stream of batches, and kNN among the newest of them.
 
-    Args:
-        features: returns the features of images.
-        stream: labelled batches to learn from.
-        test: labelled batches to score.
+    A class is learned from crops; labels that a crop may change, such as counts, from whole images.
     """
 
     memory_features: Tensor
@@ -139,38 +156,45 @@ class OnlineProbe(nn.Module):
 
     def __init__(
         self,
-        config: ProbeConfig,
-        features: Callable[[Tensor], Tensor],
-        stream: Batches,
-        test: Batches,
-        n_classes: int,
-        dim: int,
+        config: TrainConfig,
+        data: ProbeData,
+        encoder: Encoder,
+        autocast: AbstractContextManager[Any],
         device: torch.device,
+        bad_images_file: Path | None = None,
+        progress: Progress | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.features, self.stream, self.test, self.n_classes = config, features, stream, test, n_classes
-        self._reading: tuple[int, Generator[Batch, None, None]] | None = None
-        self.norm = nn.BatchNorm1d(dim, affine=False)
+        self.config, self.n_classes = config.probe, data.n_classes
+        # Not the encoder itself, which would become a part of this module.
+        self.features = partial(frozen_features, encoder, autocast)
+        kind = RandomCrop if data.label == "class" else WholeImage
+        view = kind(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
+        whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
+        height, width = common_size(data.train.source) or view.stored_size
+        bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
+        opened = partial(open_split, config, device, bad_images_file, progress)
+        self.stream = opened("train", data.train, max(1, STREAM_BYTES // bytes_per_image), view)
+        self.test = opened("test", data.test, config.probe.test_images, whole)
+        self._reading: Generator[Batch, None, None] | None = None
+        self.norm = nn.BatchNorm1d(encoder.dim, affine=False)
         # Without random weights: the global generator belongs to the run.
-        self.head: nn.Linear = nn.utils.skip_init(nn.Linear, dim, n_classes)
+        self.head: nn.Linear = nn.utils.skip_init(nn.Linear, encoder.dim, data.n_classes)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.register_buffer("memory_features", torch.zeros(config.memory, dim))
-        self.register_buffer("memory_classes", torch.zeros(config.memory, dtype=torch.long))
+        self.register_buffer("memory_features", torch.zeros(config.probe.memory, encoder.dim))
+        self.register_buffer("memory_classes", torch.zeros(config.probe.memory, dtype=torch.long))
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.register_buffer("loss_sum", torch.zeros(()))
         self.register_buffer("batches", torch.zeros((), dtype=torch.long))
         self.to(device)
-        self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=config.lr)
+        self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=config.probe.lr)
 
-    @property
-    def description(self) -> str:
-        labelled, others = self.stream.n_images, self.test.n_images
-        return f"{self.n_classes} classes, {labelled:,} labelled images, scored on {others:,} others"
-
-    def learn(self, batch: int) -> None:
-        """Update head and memory with the batch of that number; features that are not finite are skipped."""
-        images, classes, _ = self._batch(batch)
+    def learn(self, number: int) -> None:
+        """Update head and memory with the next batch, of that number; features that are not finite are skipped."""
+        if self._reading is None:
+            self._reading = self.stream.starting_at(number)
+        images, classes, _ = next(self._reading)
         features = self.features(images)
         # Batch normalisation needs two images; a batch loses those that cannot be read.
         if classes is None or len(classes) < 2 or not torch.isfinite(features).all():
@@ -216,60 +240,9 @@ class OnlineProbe(nn.Module):
             "probe/loss": loss,
         }
 
-    def _batch(self, number: int) -> Batch:
-        if self._reading is None or self._reading[0] != number:
-            self._reading = (number, self.stream.starting_at(number))
-        _, batches = self._reading
-        self._reading = (number + 1, batches)
-        return next(batches)
-
 
 def _top1(scores: Float[Tensor, "n classes"], classes: Int[Tensor, " n"]) -> float:
     return 100 * (scores.argmax(1) == classes).double().mean().item()
-
-
-def make_probe(
-    config: TrainConfig,
-    data: ProbeData,
-    encoder: Encoder,
-    autocast: AbstractContextManager[Any],
-    device: torch.device,
-    bad_images_file: Path | None = None,
-    progress: Progress | None = None,
-) -> OnlineProbe:
-    """Decode the images and return a new probe.
-
-    A class is learned from crops; labels that a crop may change, such as counts, from whole images.
-    """
-    kind = RandomCrop if data.label == "class" else WholeImage
-    view = kind(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
-    whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
-    height, width = common_size(data.train.source) or view.stored_size
-    bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
-    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
-    own_seed = derive_seed(config.seed, "probe")
-
-    def batches(split: str, data: LabelledSet, most: int, view: View) -> Batches:
-        """Return batches of so many images, chosen by the seed, in random order to learn from."""
-        chosen = torch.randperm(len(data), generator=seeded_generator("cpu", config.seed, "probe images", split))[:most]
-        data = data.part(chosen.sort().values.numpy())
-        indices, size = data.indices, min(config.probe.batch_size, len(data))
-        order = ShuffledOrder(indices, size, own_seed) if split == "train" else SequentialOrder(indices, size)
-        file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
-        bad_images = BadImages(data.source.name, len(data), file)
-        return Batches(
-            data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress
-        )
-
-    return OnlineProbe(
-        config.probe,
-        partial(frozen_features, encoder, autocast),
-        batches("train", data.train, max(1, STREAM_BYTES // bytes_per_image), view),
-        batches("test", data.test, config.probe.test_images, whole),
-        data.n_classes,
-        encoder.dim,
-        device,
-    )
 
 
 class RunProbe(Callback):
@@ -279,20 +252,28 @@ class RunProbe(Callback):
 
     def __init__(
         self,
-        config: ProbeConfig,
-        probe: OnlineProbe | None,
-        fingerprint: str,
-        display: ProgressDisplay,
+        config: TrainConfig,
+        data: ProbeData,
         objective: Objective,
+        autocast: AbstractContextManager[Any],
+        ranks: Ranks,
+        folder: RunFolder,
+        display: ProgressDisplay,
     ) -> None:
-        self.config, self.probe, self.fingerprint, self.display = config, probe, fingerprint, display
+        self.config, self.fingerprint, self.display = config.probe, data.fingerprint, display
         self.objective = objective
         # All processes gather the weights of a sharded model; the main one uses them.
         self.on_every_rank = is_sharded(objective)
+        self.probe: OnlineProbe | None = None
+        watch.mark("start-up, decoding labelled images")
+        if ranks.is_main:
+            file, progress = folder.bad_images_file, partial(display.update, "decoding labelled images")
+            self.probe = OnlineProbe(config, data, objective.frozen, autocast, ranks.device, file, progress)
 
     def start(self, trainer: Trainer) -> None:
-        if self.probe is not None:
-            self.display.say(f"probe      {self.config.data}; {self.probe.description}")
+        if (probe := self.probe) is not None:
+            counts = f"{probe.stream.n_images:,} labelled images, scored on {probe.test.n_images:,} others"
+            self.display.say(f"probe      {self.config.data}; {probe.n_classes} classes, {counts}")
 
     def reads(self, step: int) -> bool:
         return step % self.config.score_every_steps == 0
@@ -317,7 +298,7 @@ class RunProbe(Callback):
         return {PREFIX + name: tensor for name, tensor in collect_tensors(self.probe, self.probe.optimiser).items()}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Continue the probe; if its labelled images are not those of the checkpoint, a new probe starts."""
+        """Continue the probe; if the checkpoint's probe had other images, a new probe starts."""
         if self.probe is None:
             return
         if state == self.state():

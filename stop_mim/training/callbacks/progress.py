@@ -106,7 +106,7 @@ class ProgressDisplay:
         # rich ends the program where the reader of its output is gone.
         except (OSError, SystemExit):
             self._closed = True
-            # A training saves and ends; one that ignores the signal, as under nohup, goes on without output.
+            # SIGHUP makes a training save and end; under nohup, which ignores it, the training continues without output.
             hangup = getattr(signal, "SIGHUP", None)
             if hangup is None or signal.getsignal(hangup) is signal.SIG_DFL:
                 raise

@@ -1,4 +1,4 @@
-"""Experiment trackers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. All of them get the same values."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow. Each gets the values of metrics.jsonl."""
 
 import importlib
 import os
@@ -73,7 +73,7 @@ class TensorBoard(Tracker):
 
 
 class RemoteTracker(Tracker):
-    """A tracker of another package, which may fail: at the start that is an InputError, later a warning."""
+    """A tracker of another package, which may fail: InputError at the start, a warning later."""
 
     package: ClassVar[str]
 
@@ -86,7 +86,7 @@ class RemoteTracker(Tracker):
         self._is_open = False
 
     def start(self, trainer: Trainer) -> None:
-        # Stays the same when the run is resumed or moved, and no other run has it.
+        # Unique, and the same when the run is resumed or moved.
         identity = digest([self.folder.fact("started"), self.folder.config().out])
         try:
             self.open(identity)
