@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from stop_mim.data.augment import TestView, View, draw
-from stop_mim.data.bad_images import BadImages
 from stop_mim.data.decode import (
     BadImage,
     Box,
@@ -34,7 +33,7 @@ from stop_mim.data.decode import (
     gpu_obstacle,
     jpeg_header,
 )
-from stop_mim.data.image_source import ImageSource, common_size, first_good
+from stop_mim.data.image_source import BadImages, ImageSource, common_size, first_good
 from stop_mim.data.lookahead import mapped, prefetched
 from stop_mim.data.order import BLOCKS_AHEAD, Order
 from stop_mim.data.stored import Progress, StoredImages, is_cacheable, store_images

@@ -7,6 +7,7 @@ not used for longest go first.
 import errno
 import glob
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,10 +20,10 @@ import numpy as np
 from jaxtyping import Int
 
 from stop_mim.data.cache import cached_file, gib_from, record_path
-from stop_mim.data.image_source import ImageSource, changed, digest
+from stop_mim.data.decode import BadImage
+from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
-from stop_mim.files import require_regular
 
 REMOTE_GIB = 50.0
 """Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
@@ -177,16 +178,57 @@ def _expanded(pattern: str) -> list[str]:
 def found_file(name: str) -> DataFile:
     """Return the file of this path or URL as it is now."""
     if not is_url(name):
-        require_regular(Path(name))
-        try:
-            state = os.stat(name)
-        except FileNotFoundError as error:
-            raise changed(name, "disappeared") from error
-        return DataFile(name, state.st_size, str(state.st_mtime_ns))
+        size, modified = file_state(name)
+        if size < 0:
+            raise changed(name, "disappeared")
+        return DataFile(name, size, str(modified))
     system, path = _file_system(name)
     info = attempted(name, lambda: system.info(path))
     version = next((str(info[key]) for key in VERSIONS if info.get(key) is not None), "")
     return DataFile(name, info.get("size"), version)
+
+
+def file_state(path: Path | str) -> tuple[int, int]:
+    """Return a file's size and time of change; (-1, -1) if it cannot be found. A pipe or a device is an InputError."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return -1, -1
+    if not stat.S_ISREG(state.st_mode):
+        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
+    return state.st_size, state.st_mtime_ns
+
+
+def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:
+    """Return bytes of a file; raise BadImage of that name, or InputError if the file is not what it was before.
+
+    Args:
+        path: the file.
+        name: of the image in it.
+        before: the state of the file when the data were opened; None if it may change.
+        offset: of the first byte.
+        size: number of bytes; default: all.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            content = file.read(size)
+            # After the bytes were read, so that a file that is being written is noticed too.
+            state = os.fstat(file.fileno())
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and before not in (None, (-1, -1)):
+            raise changed(path, "disappeared") from error
+        raise BadImage(name, error.strerror or str(error)) from error
+    if before not in (None, (state.st_size, state.st_mtime_ns)):
+        raise changed(path)
+    return content
+
+
+def changed(file: object, how: str = "changed") -> InputError:
+    """Return the error for a file that is no longer what it was when the data were opened."""
+    return InputError(
+        f"{file} has {how} since the data were opened: restore it and resume the run, or start a new one."
+    )
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -1,10 +1,8 @@
-"""The base class of all datasets of images."""
+"""The base class of all datasets of images, and the record of images that cannot be read."""
 
 import hashlib
-import os
-import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +10,14 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from stop_mim.data.decode import BadImage, OpenedImage, decode_image, image_size
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, printable
+from stop_mim.files import append_line
 
 SIZES_LOOKED_AT = 256
+MAX_BAD_FRACTION = 0.01
+SHOWN_ONE_BY_ONE = 5
+UNREAD_PHOTOS = frozenset({".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".nef", ".arw"})
+"""Extensions of photographs that cannot be read."""
 
 
 class ImageSource(ABC):
@@ -143,47 +146,65 @@ def class_labels(classes: np.ndarray | None) -> dict[str, np.ndarray]:
     return {"class": classes.astype(np.int64)}
 
 
-def file_state(path: Path | str) -> tuple[int, int]:
-    """Return a file's size and time of change; (-1, -1) if it cannot be found. A pipe or a device is an InputError."""
-    try:
-        state = os.stat(path)
-    except OSError:
-        return -1, -1
-    if not stat.S_ISREG(state.st_mode):
-        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
-    return state.st_size, state.st_mtime_ns
-
-
-def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:
-    """Return bytes of a file; raise BadImage of that name, or InputError if the file is not what it was before.
+class BadImages:
+    """The bad images of a dataset, by description; the list in `file` is continued on resume.
 
     Args:
-        path: the file.
-        name: of the image in it.
-        before: the state of the file when the data were opened; None if it may change.
-        offset: of the first byte.
-        size: number of bytes; default: all.
+        source_name: the dataset.
+        total: its number of images.
+        file: the list of bad images, one a line.
+        max_fraction: the fraction of bad images above which they are taken for a mistake; default: 1%.
+        show: shows a message for each of the first bad images.
     """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            content = file.read(size)
-            # After the bytes were read, so that a file that is being written is noticed too.
-            state = os.fstat(file.fileno())
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) and before not in (None, (-1, -1)):
-            raise changed(path, "disappeared") from error
-        raise BadImage(name, error.strerror or str(error)) from error
-    if before not in (None, (state.st_size, state.st_mtime_ns)):
-        raise changed(path)
-    return content
+
+    def __init__(
+        self,
+        source_name: str,
+        total: int,
+        file: Path | None = None,
+        max_fraction: float | None = None,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        self.source_name, self.total, self.file, self.show = source_name, total, file, show
+        self.max_fraction = MAX_BAD_FRACTION if max_fraction is None else max_fraction
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self._known = set(lines)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, description: str) -> None:
+        """Add an image, unless it is known; raise InputError if there are too many."""
+        line = printable(" ".join(description.split()))
+        listed = f" (listed in {self.file})" if self.file is not None else ""
+        if line not in self._known:
+            self._known.add(line)
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                append_line(self.file, line)
+            if self.show is not None and len(self._known) <= SHOWN_ONE_BY_ONE:
+                more = f"; more are not shown{listed}" if len(self._known) == SHOWN_ONE_BY_ONE else ""
+                self.show(f"skipped    {line}{more}")
+        if len(self._known) > self.max_fraction * self.total:
+            enough = min(100, 100 * len(self._known) // self.total + 1)
+            raise InputError(
+                f"{len(self._known)} of the {self.total} images of '{self.source_name}' cannot be used{listed}, such as "
+                f"{line}: more than {100 * self.max_fraction:g}% is taken for a mistake; repair or remove them, or start "
+                f"a run that allows more with --max-bad {enough}%."
+            )
 
 
-def changed(file: object, how: str = "changed") -> InputError:
-    """Return the error for a file that is no longer what it was when the data were opened."""
-    return InputError(
-        f"{file} has {how} since the data were opened: restore it and resume the run, or start a new one."
-    )
+def skipped(unreadable: int, ignored: Mapping[str, int]) -> str:
+    """Return what was left out of a dataset, such as "1 unreadable; ignored: 2 .png.bak, 1 .txt"; "" if nothing was."""
+    kinds = sorted(ignored.items(), key=lambda kind: (-kind[1], kind[0]))
+    files = ", ".join(f"{count:,} {kind or 'without extension'}" for kind, count in kinds)
+    photos = " and ".join(kind for kind, _ in kinds if kind in UNREAD_PHOTOS)
+    parts = [
+        f"{unreadable:,} unreadable" if unreadable else "",
+        f"ignored: {files}" if files else "",
+        f"convert {photos} files to JPEG to use them" if photos else "",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def digest(parts: Iterable[object]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stop_mim.data.bad_images import SHOWN_ONE_BY_ONE, BadImages, skipped
+from stop_mim.data.image_source import SHOWN_ONE_BY_ONE, BadImages, skipped
 from stop_mim.errors import InputError
 
 

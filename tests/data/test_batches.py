@@ -18,10 +18,9 @@ from stop_mim.data import batches as batches_module
 from stop_mim.data import decode as decode_module
 from stop_mim.data import image_source
 from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, WholeImage
-from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batches, Placement, _GpuDecoded, resident_budget
 from stop_mim.data.decode import decode_image, gpu_obstacle
-from stop_mim.data.image_source import read_or_next
+from stop_mim.data.image_source import BadImages, read_or_next
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError

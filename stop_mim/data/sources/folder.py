@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stop_mim.data.bad_images import UNREAD_PHOTOS
+from stop_mim.data.data_files import file_state, read_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
-from stop_mim.data.image_source import ImageSource, class_labels, digest, file_state, read_file
+from stop_mim.data.image_source import UNREAD_PHOTOS, ImageSource, class_labels, digest
 from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, are_splits, choose_split
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
 from stop_mim.errors import InputError

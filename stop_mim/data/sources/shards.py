@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from stop_mim.data.cache import CacheError, cached_file
-from stop_mim.data.data_files import DataFile, FilesSource, find_files
+from stop_mim.data.data_files import DataFile, FilesSource, find_files, read_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS
-from stop_mim.data.image_source import ImageSource, class_labels, digest, read_file
+from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.errors import InputError, MissingExtra, first_line
 
