@@ -193,27 +193,20 @@ class Batches:
             sizes = torch.tensor([stored.pixels.shape[2:]]).repeat(total, 1)
             sizes[list(stored.sizes)] = torch.tensor(list(stored.sizes.values()))
             self._sizes = sizes[torch.from_numpy(shown)].to(self.device)
-        rows = shown if stored.rows is None else stored.rows[shown]
-        pixels, used = stored.pixels, np.unique(rows[images])
+        rows, pixels = stored.rows[shown], stored.pixels
+        used = np.unique(rows[images])
         needed = len(used) * pixels[0].numel()
         moves = self.order.length is None and needed <= resident_budget(self.device, placement.processes_on_host)
         if self.device.type != "cpu" and moves:
             rows = np.searchsorted(used, rows)
             pixels = (pixels if len(used) == len(pixels) else pixels[torch.from_numpy(used)]).to(self.device)
-        identity = len(pixels) == total and bool((rows == np.arange(total)).all())
-        dropped = None if replace_bad or not stored.bad else torch.zeros(total, dtype=torch.bool)
-        if dropped is not None:
-            dropped[list(stored.bad)] = True
+        kept = torch.ones(total, dtype=torch.bool)
+        kept[[] if replace_bad else list(stored.bad)] = False
         described = f"{self.n_images:,} images of {pixels.shape[2]}x{pixels.shape[3]}, {needed / 2**30:.2f} GiB"
-        origin = ", from the cache of decoded images" if stored.from_cache else ""
-        return _Resident(
-            pixels,
-            None if identity else torch.from_numpy(rows).to(pixels.device),
-            dropped,
-            self.device,
-            self.order.batch_size,
-            f"resident: {described} on {pixels.device}{origin}",
-        )
+        description = f"resident: {described} on {pixels.device}"
+        description += ", from the cache of decoded images" if stored.from_cache else ""
+        rows_there = torch.from_numpy(rows).to(pixels.device)
+        return _Resident(pixels, rows_there, kept, self.device, self.order.batch_size, description)
 
     def _find_gpu_decoder(self, placement: Placement) -> tuple[GpuDecoder | None, str]:
         """Return the decoder if JPEGs are to be decoded on the GPU; else None and what prevents it."""
@@ -304,10 +297,10 @@ class _Resident:
     """Whole images in memory; those that are not on the device are copied there ahead, through page-locked memory."""
 
     pixels: UInt8[Tensor, "n 3 height width"]
-    rows: Int[Tensor, " m"] | None
-    """The row of each image of the source, on the device of the pixels; None if rows are images."""
-    dropped: Bool[Tensor, " m"] | None
-    """Whether an image of the source is left out; None if none is."""
+    rows: Int[Tensor, " m"]
+    """The row of each image of the source, on the device of the pixels."""
+    kept: Bool[Tensor, " m"]
+    """Whether an image of the source is shown; bad images may be left out."""
     device: torch.device
     batch_size: int
     description: str
@@ -317,28 +310,22 @@ class _Resident:
             yield from prefetched(self._copied(requests), self.device, _COPIES_AHEAD)
             return
         for epoch, wanted in requests:
-            indices = self._good(wanted)
+            indices = wanted[self.kept[wanted]]
             on_device = indices.to(self.device, non_blocking=True)
-            yield _Read(epoch, indices, self.pixels[self._rows(on_device)], on_device)
+            yield _Read(epoch, indices, self.pixels[self.rows[on_device]], on_device)
 
     def _copied(self, requests: Iterator[_Request]) -> Generator[_Read, None, None]:
         images, shape = self.pixels.numpy(), self.pixels.shape[1:]
         # One slot is filled and one copied, beside those that wait to be used.
         with closing(_Slots(_COPIES_AHEAD + 2, (self.batch_size, *shape), self.device, shared=False)) as slots:
             for turn, (epoch, wanted) in enumerate(requests):
-                indices, slot = self._good(wanted), slots.next(turn)
+                indices, slot = wanted[self.kept[wanted]], slots.next(turn)
                 # numpy copies with this thread alone: torch would wake all cores, beside the one that launches kernels.
                 filled = slots.pixels[slot, : len(indices)].numpy()
-                np.take(images, self._rows(indices).numpy(), axis=0, out=filled, mode="clip")
+                np.take(images, self.rows[indices].numpy(), axis=0, out=filled, mode="clip")
                 pixels = torch.empty(len(indices), *shape, dtype=torch.uint8, device=self.device)
                 slots.copy(slot, pixels)
                 yield _Read(epoch, indices, pixels, indices.to(self.device, non_blocking=True))
-
-    def _good(self, indices: Int[Tensor, " batch"]) -> Int[Tensor, " _"]:
-        return indices if self.dropped is None else indices[~self.dropped[indices]]
-
-    def _rows(self, indices: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        return indices if self.rows is None else self.rows[indices]
 
 
 class ImageCutter:
@@ -382,12 +369,14 @@ class ImageCutter:
         pixels = 0
         # Decoding and cutting take turns as rarely as the caches allow: image by image, small ones take a third longer.
         for place, image in opened.items():
+            whole = isinstance(self.view, TestView)
             try:
-                decoded[place] = self._decode(image, boxes[place])
+                found = (image.decode(), boxes[place]) if whole else image.decode_part(boxes[place], self.view.size)
             except BadImage as error:
                 bad.append((place, str(error)))
                 continue
-            pixels += decoded[place][0].shape[0] * decoded[place][0].shape[1]
+            decoded[place] = found
+            pixels += found[0].shape[0] * found[0].shape[1]
             if pixels >= _CUT_TOGETHER:
                 self._cut(crops, decoded)
                 decoded, pixels = {}, 0
@@ -401,9 +390,6 @@ class ImageCutter:
         draws = draw(self.seed, epoch, torch.tensor([indices[place] for place in opened]))
         boxes = self.view.boxes(torch.tensor([image.size for image in opened.values()]), draws).tolist()
         return {place: (box[0], box[1], box[2], box[3]) for place, box in zip(opened, boxes, strict=True)}
-
-    def _decode(self, image: OpenedImage, box: Box) -> tuple[Tensor, Box]:
-        return (image.decode(), box) if isinstance(self.view, TestView) else image.decode_part(box, self.view.size)
 
     def _cut(self, crops: Tensor, decoded: Mapping[int, tuple[Tensor, Box]]) -> None:
         for place, (pixels, box) in decoded.items():
