@@ -46,12 +46,12 @@ class Video(ABC):
         """The frame as RGB."""
 
     @abstractmethod
+    def mask(self, index: int) -> UInt8[Tensor, "height width"] | None:
+        """The objects' numbers; None if the ground truth has no mask of this frame."""
+
     def has_mask(self, index: int) -> bool:
         """Whether the ground truth has a mask of this frame."""
-
-    @abstractmethod
-    def mask(self, index: int) -> UInt8[Tensor, "height width"] | None:
-        """The objects' numbers, or nothing where the ground truth has no mask."""
+        return self.mask(index) is not None
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -152,17 +152,13 @@ class SceneClip(Video):
 
     def __init__(self, index: int, frames: int, size: int, seed: int) -> None:
         self.name = f"scene-{index:03d}"
-        self._frames = frames
         self._arguments = (index, frames, size, seed)
 
     def __len__(self) -> int:
-        return self._frames
+        return self._arguments[1]
 
     def frame(self, index: int) -> UInt8[Tensor, "3 height width"]:
         return self._clip[0][index]
-
-    def has_mask(self, index: int) -> bool:
-        return True
 
     def mask(self, index: int) -> UInt8[Tensor, "height width"]:
         return self._clip[1][index]

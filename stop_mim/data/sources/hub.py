@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.sources import SOURCES, SourceKind, split_candidates
-from stop_mim.data.sources.parquet import TableSource, image_column, label_column, read_classes
+from stop_mim.data.sources.parquet import TableSource, image_column, read_classes
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.hub import hub_or_cache
 
@@ -35,9 +35,7 @@ class HubSource(TableSource):
         self.column = image_column(schema, f"hf:{address}")
         if not len(self._dataset):
             raise InputError(f"The split '{self.split}' of hf:{address} has no rows: choose another split.")
-        labels = label_column(schema)
-        classes = ({}, ()) if labels is None else read_classes(self._table().column(labels), schema)
-        super().__init__(f"hf:{address}", *classes)
+        super().__init__(f"hf:{address}", *read_classes(schema, lambda column: self._table().column(column)))
         self.folders = _folders(address.partition(":")[0])
         self.bring(0)
 

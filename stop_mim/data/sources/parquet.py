@@ -7,7 +7,7 @@ the cache.
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,16 +128,25 @@ def image_column(schema: pa.Schema, name: str) -> str:
 def label_column(schema: pa.Schema) -> str | None:
     """The column of class labels (integers or strings), if there is one."""
     for column in _LABEL_COLUMNS:
-        if column in schema.names and _is_class_type(schema.field(column).type):
+        kind = schema.field(column).type if column in schema.names else pa.null()
+        if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
             return column
     return None
 
 
-def read_classes(labels: pa.ChunkedArray, schema: pa.Schema) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """The labels and, where they are known, the names of the classes; strings are numbered in sorted order."""
+def read_classes(
+    schema: pa.Schema, read: Callable[[str], pa.ChunkedArray]
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Labels and, if known, the names of the classes, of a table whose columns `read` returns.
+
+    Strings are numbered in sorted order.
+    """
+    column = label_column(schema)
+    if column is None:
+        return {}, ()
+    labels = read(column)
     if pa.types.is_integer(labels.type):
-        names = _class_names(schema, label_column(schema))
-        return class_labels(pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()), names
+        return class_labels(pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()), _class_names(schema, column)
     names = tuple(sorted(label for label in pc.unique(labels).to_pylist() if label is not None))
     positions = pc.index_in(labels, value_set=pa.array(names, labels.type), skip_nulls=True)
     return class_labels(pc.fill_null(positions, -1).cast(pa.int64()).to_numpy()), names
@@ -145,19 +154,11 @@ def read_classes(labels: pa.ChunkedArray, schema: pa.Schema) -> tuple[dict[str, 
 
 def _can_hold_images(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
-    return _is_bytes(kind)
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
+        kind = next((field.type for field in kind if field.name == "bytes"), pa.null())
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _is_class_type(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _class_names(schema: pa.Schema, column: str | None) -> tuple[str, ...]:
+def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return tuple(str(name) for name in features[column]["names"])
@@ -178,19 +179,15 @@ class ParquetSource(FilesSource, TableSource):
                     raise InputError(
                         f"{file} has no column '{column}' like that of {files[0]}: give files of one layout."
                     )
-        files, counts = (
-            [file for file, (rows, _) in zip(files, footers, strict=True) if rows],
-            [rows for rows, _ in footers if rows],
-        )
+        files = [file for file, (rows, _) in zip(files, footers, strict=True) if rows]
         if not files:
             raise InputError(f"{name} has no rows: give parquet files with at least one image.")
         self.is_small = not files[0].is_remote and sum(file.size or 0 for file in files) < MEMORY_LIMIT
         self.most_open = 2 * BLOCKS_TOGETHER if files[0].is_remote else None
-        classes: tuple[dict[str, np.ndarray], tuple[str, ...]] = ({}, ())
-        if labels is not None:
-            chunks = [chunk for file in files for chunk in _read(file, labels).chunks]
-            classes = read_classes(pa.chunked_array(chunks), schema)
-        super().__init__(name, files, counts, *classes)
+        classes = read_classes(
+            schema, lambda column: pa.chunked_array([chunk for file in files for chunk in _read(file, column).chunks])
+        )
+        super().__init__(name, files, [rows for rows, _ in footers if rows], *classes)
         for number in range(0 if files[0].is_remote else len(files)):
             self.bring(number)
 
