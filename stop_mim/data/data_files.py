@@ -92,10 +92,8 @@ class DataFile:
             attempted(self.name, partial(write, draft))
             self.require_unchanged()
 
-        name = (
-            f"{'remote' if self.is_remote else 'arrow'}/{digest([self.name, *self.identity(SAMPLES_A_FILE)])}{ending}"
-        )
-        file = cached_file(name, convert, checked=False)
+        folder, key = "remote" if self.is_remote else "arrow", digest([self.name, *self.identity(SAMPLES_A_FILE)])
+        file = cached_file(f"{folder}/{key}{ending}", convert, checked=False)
         if self.is_remote:
             with suppress(FileNotFoundError):
                 os.utime(file.path)

@@ -13,7 +13,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torchvision.transforms.v2.functional import resize
 
-from stop_mim.data.cache import CacheError, Record, cached_file, decoded_limit
+from stop_mim.data.cache import CacheError, Record, cached_file, gib_from
 from stop_mim.data.decode import MAX_PIXELS, BadImage
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.lookahead import mapped
@@ -24,7 +24,9 @@ Progress = Callable[[int, int], None]
 VERSION = 2
 """Part of the cache's key: raise it when the same images would give other pixels."""
 LEAST_CACHED_BYTES = 2**24
-"""Smaller sets are decoded faster than a file is found worth it."""
+"""Smaller sets are not worth a file."""
+DECODED_GIB = 4.0
+"""Larger sets are not cached, unless STOP_MIM_DECODED_GIB allows it."""
 
 _BYTES_A_PIECE, _IMAGES_A_PIECE = 2**21, 256
 # A process takes as long to start as these take to decode.
@@ -84,7 +86,8 @@ def store_images(
 def is_cacheable(source: ImageSource, images: Int[np.ndarray, " k"], size: tuple[int, int]) -> bool:
     """Whether the decoded images belong in the cache: most of the source, neither too few bytes nor too many."""
     needed = 3 * len(source) * math.prod(size)
-    return 2 * len(images) >= len(source) and LEAST_CACHED_BYTES <= needed <= decoded_limit()
+    most = gib_from("STOP_MIM_DECODED_GIB", DECODED_GIB)
+    return 2 * len(images) >= len(source) and LEAST_CACHED_BYTES <= needed <= most
 
 
 def _decode(

@@ -1,8 +1,6 @@
 """Datasets of the Hugging Face hub, downloaded and memory-mapped by the package datasets."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +72,19 @@ def _load(address: str, split: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra("hf: datasets", "datasets", "hf") from error
     name, _, config = address.partition(":")
-    with nullcontext() if Path(name).exists() else hub_or_cache(f"hf:{address}"):
-        return _load_split(address, split, partial(datasets.load_dataset, name, config or None))
-
-
-def _load_split(address: str, split: str, load: Callable[..., Any]) -> tuple[Any, str]:
     failure: Exception | None = None
-    for candidate in split_candidates(split):
-        try:
-            return load(split=candidate), candidate
-        # The hub, the network and loading scripts each fail in their own ways.
-        except Exception as error:
-            unknown_split = "split" in str(error).lower()
-            failure = failure if failure and unknown_split else error
-            if not unknown_split:
-                break
-    reason = " ".join(str(failure).split()).rstrip(".")
-    raise InputError(
-        f"hf:{address} (split '{split}') could not be loaded ({reason}): check its name, configuration and split, and "
-        "the network."
-    ) from failure
+    with nullcontext() if Path(name).exists() else hub_or_cache(f"hf:{address}"):
+        for candidate in split_candidates(split):
+            try:
+                return datasets.load_dataset(name, config or None, split=candidate), candidate
+            # The hub, the network and loading scripts each fail in their own ways.
+            except Exception as error:
+                unknown_split = "split" in str(error).lower()
+                failure = failure if failure and unknown_split else error
+                if not unknown_split:
+                    break
+        reason = " ".join(str(failure).split()).rstrip(".")
+        raise InputError(
+            f"hf:{address} (split '{split}') could not be loaded ({reason}): check its name, configuration and split, and "
+            "the network."
+        ) from failure

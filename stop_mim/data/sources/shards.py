@@ -36,7 +36,11 @@ class ShardSource(FilesSource):
     """The samples with an image in uncompressed tar files, in the order in which they are stored."""
 
     def __init__(self, pattern: str) -> None:
-        files = shard_files(pattern)
+        try:
+            from braceexpand import braceexpand
+        except ImportError as error:
+            raise MissingExtra("wds: shards", "braceexpand", "wds") from error
+        files = find_files(braceexpand(pattern))
         self._fetched: dict[int, Path] = {}
         indexes = [_read_index(file) for file in files]
         # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
@@ -75,15 +79,6 @@ class ShardSource(FilesSource):
         if shard not in self._fetched or (self.blocks is not None and not self._fetched[shard].exists()):
             self._fetched[shard] = self.files[shard].fetched(".tar")
         return self._fetched[shard]
-
-
-def shard_files(pattern: str) -> list[DataFile]:
-    """Return the tar files that a pattern with braces, or a glob, names: paths or URLs."""
-    try:
-        from braceexpand import braceexpand
-    except ImportError as error:
-        raise MissingExtra("wds: shards", "braceexpand", "wds") from error
-    return find_files(braceexpand(pattern))
 
 
 def _read_index(file: DataFile) -> tuple[Shaped[np.ndarray, " n"], Int[np.ndarray, "n 3"]]:
