@@ -54,7 +54,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(state: Int[Tensor, "b draws"], bits: int) -> Int[Tensor, "b draws"]:
-    # A right shift of unsigned numbers, which torch has not.
+    # A right shift of unsigned numbers: torch has none.
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -137,7 +137,7 @@ def _apply_separable(
     images: Pixels, rows: Float[Tensor, "b h2 h"], columns: Float[Tensor, "b w2 w"]
 ) -> Float[Tensor, "b c h2 w2"]:
     batch, channels, height, width = images.shape
-    # With the channels beside the columns both products are plain batched ones, and no matrix is copied per channel.
+    # With channels next to columns, both products are plain batched ones and no matrix is copied per channel.
     lines = images.permute(0, 2, 1, 3).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     # Under autocast the products would keep eight bits, as few as the pixels have.
     with torch.autocast(images.device.type, enabled=False):

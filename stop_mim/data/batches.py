@@ -42,7 +42,7 @@ from stop_mim.options import Decode, LoaderMode
 from stop_mim.seeds import derive_seed
 
 ENOUGH_WORKERS = 7
-"""So many decode photographs faster than a GPU does that trains a ViT-B/16 meanwhile; docs/performance.md has numbers."""
+"""This many workers decode photographs faster than a GPU that is training a ViT-B/16; see docs/performance.md."""
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 
 JPEGS_LOOKED_AT = 64
@@ -230,7 +230,7 @@ class Batches:
 def _fetched(
     requests: Iterator[_Request], source: ImageSource, ends: Int[np.ndarray, " blocks"]
 ) -> Generator[_Request, None, None]:
-    """Yield the requests once their blocks are here; those of later ones are fetched meanwhile."""
+    """Yield requests whose blocks have been fetched; a thread fetches the blocks of later requests."""
     waiting: deque[tuple[_Request, set[int], Future[None]]] = deque()
 
     def first() -> _Request:
@@ -294,7 +294,7 @@ def are_jpegs(source: ImageSource) -> bool:
 
 @dataclass(frozen=True)
 class _Resident:
-    """Whole images in memory; those that are not on the device are copied there ahead, through page-locked memory."""
+    """Whole images in memory; from host memory they are copied to the device ahead of use, through page-locked memory."""
 
     pixels: UInt8[Tensor, "n 3 height width"]
     rows: Int[Tensor, " m"]
@@ -316,11 +316,11 @@ class _Resident:
 
     def _copied(self, requests: Iterator[_Request]) -> Generator[_Read, None, None]:
         images, shape = self.pixels.numpy(), self.pixels.shape[1:]
-        # One slot is filled and one copied, beside those that wait to be used.
+        # One slot is being filled and one copied; the others wait to be used.
         with closing(_Slots(_COPIES_AHEAD + 2, (self.batch_size, *shape), self.device, shared=False)) as slots:
             for turn, (epoch, wanted) in enumerate(requests):
                 indices, slot = wanted[self.kept[wanted]], slots.next(turn)
-                # numpy copies with this thread alone: torch would wake all cores, beside the one that launches kernels.
+                # numpy copies in this thread: torch would use all cores and disturb the one that launches kernels.
                 filled = slots.pixels[slot, : len(indices)].numpy()
                 np.take(images, self.rows[indices].numpy(), axis=0, out=filled, mode="clip")
                 pixels = torch.empty(len(indices), *shape, dtype=torch.uint8, device=self.device)
@@ -416,7 +416,7 @@ class _Slots:
             refusal = torch.cuda.cudart().cudaHostRegister(self.pixels.data_ptr(), self.pixels.numel(), 0)
             self._locked = int(refusal) == 0
             if not self._locked:
-                # CUDA keeps the error for whoever asks next, and a kernel's launch would report it as its own.
+                # CUDA keeps the error, and the next kernel launch would report it.
                 with suppress(RuntimeError):
                     torch.zeros(1, device=device)
 
@@ -530,7 +530,7 @@ class _GpuDecoded:
             yield self._make(*opening.popleft(), readers)
 
     def _open(self, indices: list[int]) -> list[OpenedImage | None]:
-        """Read images; None for those that the device cannot decode."""
+        """Read images; None where the device cannot decode one."""
         source, found = self.cutter.source, list[OpenedImage | None]()
         for index in indices:
             opened = None
@@ -556,7 +556,7 @@ class _GpuDecoded:
         return _as_read(request, pixels, bad, self.cutter.replace_bad, self.device)
 
     def _cut_on_gpu(self, request: _Request, images: Mapping[int, OpenedImage], pixels: Tensor) -> list[int]:
-        """Decode and cut images into their places; return the places of those that fail."""
+        """Decode and cut images into their places; return the places of failures."""
         places = list(images)
         boxes = self.cutter.boxes(request.epoch, request.indices.tolist(), images)
         failed: list[int] = []

@@ -1,7 +1,7 @@
-"""Files that hold many images each, at paths or at URLs (http, s3, gs and whatever else fsspec knows).
+"""Files that hold many images each, at paths or at URLs (http, s3, gs and others that fsspec knows).
 
-A file at a URL is fetched whole into a bounded part of the cache when one of its images is asked for; the files that were
-not used for longest go first.
+A file at a URL is fetched as a whole into a bounded part of the cache when one of its images is needed; the least recently
+used files are removed first.
 """
 
 import errno
@@ -28,7 +28,7 @@ from stop_mim.errors import InputError, MissingExtra, first_line
 REMOTE_GIB = 50.0
 """Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
 BLOCKS_KEPT = 2 * BLOCKS_TOGETHER + BLOCKS_AHEAD
-"""Files that are kept whatever their size: those in use, those fetched ahead, and some more."""
+"""Files that are always kept: the ones in use, the ones fetched ahead, and some more."""
 ATTEMPTS = 4
 # What a store calls the version of a file; the first that it has.
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
@@ -60,7 +60,7 @@ class DataFile:
         return is_url(self.name)
 
     def identity(self, samples: int = 0, times: bool = True) -> Iterator[object]:
-        """Yield name, size, version (of a local file: if `times` is set) and bytes from so many places of a local file."""
+        """Yield name, size, version (of a local file: if `times`) and the bytes at `samples` places of a local file."""
         yield from (os.path.basename(self.name), self.size)
         if times or self.is_remote:
             yield self.version
@@ -150,7 +150,7 @@ class FilesSource(ImageSource):
 
 
 def matching_paths(pattern: str) -> list[str]:
-    """Return the file of this path, or those that a glob matches."""
+    """Return the file of this path, or the files that match a glob."""
     path = os.path.expanduser(pattern)
     return [path] if os.path.isfile(path) else sorted(glob.glob(path))
 
@@ -267,11 +267,11 @@ def attempted(name: str, work: Callable[[], Result]) -> Result:
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Remove the files that were not used for longest, beyond the limit; those in use together always stay."""
+    """Remove the least recently used files above the limit; BLOCKS_KEPT files always stay."""
     limit, total = gib_from("STOP_MIM_REMOTE_GIB", REMOTE_GIB), 0
     states = []
     for path in folder.iterdir():
-        # Another thread or process may remove files meanwhile.
+        # Another thread or process may remove files at the same time.
         with suppress(FileNotFoundError):
             if path.suffix != ".json" and path.name[0] != ".":
                 states.append((path, path.stat()))

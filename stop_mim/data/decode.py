@@ -122,18 +122,14 @@ class OpenedImage:
         for shrink in SHRINKS if self.pixels is None else ():
             if box[2] >= shrink * size[0] and box[3] >= shrink * size[1]:
                 pixels = _decode_shrunk_jpeg(self.encoded, self.name, shrink)
-                return pixels, _scaled(box, pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1])
+                rows, columns = pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1]
+                top, left = round(box[0] * rows), round(box[1] * columns)
+                bottom, right = round((box[0] + box[2]) * rows), round((box[1] + box[3]) * columns)
+                return pixels, (top, left, bottom - top, right - left)
         pixels = self.decode()
         if tuple(pixels.shape[:2]) != self.size:
             raise BadImage(self.name, "its size is not that of its header")
         return pixels, box
-
-
-def _scaled(box: Box, rows: float, columns: float) -> Box:
-    top, left, height, width = box
-    ends = round((top + height) * rows), round((left + width) * columns)
-    top, left = round(top * rows), round(left * columns)
-    return top, left, ends[0] - top, ends[1] - left
 
 
 def cut(
@@ -162,7 +158,7 @@ def rgb_pixels(image: PIL.Image.Image) -> UInt8[Tensor, "3 height width"]:
 
 def quieten_pillow() -> None:
     """Ignore the warnings of Pillow from now on: what they say becomes a BadImage or does not matter."""
-    # A lasting filter, since catch_warnings leaves the filters in disorder when several threads decode.
+    # A permanent filter: catch_warnings is not thread-safe.
     if _PILLOW_WARNINGS not in warnings.filters:
         warnings.filterwarnings("ignore", module=_PILLOW_WARNINGS[3].pattern)
 
@@ -328,7 +324,7 @@ def gpu_obstacle(device: torch.device) -> str:
 
 
 def decode_on_gpu(decoder: GpuDecoder, images: Sequence[OpenedImage]) -> list[Tensor | None]:
-    """Decode JPEGs; None for those that fail, which are found by halving the list."""
+    """Decode JPEGs; None for each failure. Failures are found by halving the list."""
     try:
         decoded = decoder([_as_tensor(image.encoded) for image in images])
     except RuntimeError:
@@ -358,7 +354,7 @@ def bounded_groups(areas: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
 def cut_each(
     images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[int, int], interpolation: Interpolation = "bilinear"
 ) -> UInt8[Tensor, "batch 3 height width"]:
-    """Cut a box out of each image, whatever its size, and resize it with antialiasing, on the images' device."""
+    """Cut a box out of each image and resize it with antialiasing, on the images' device; image sizes may differ."""
     crops = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=images[0].device)
     for group in bounded_groups([(box[2], box[3]) for box in boxes]):
         stacked, inside = _stack([images[place] for place in group], [boxes[place] for place in group])

@@ -23,15 +23,15 @@ UNREAD_PHOTOS = frozenset({".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".
 class ImageSource(ABC):
     """Images by index, with labels for all of them or for none; can be pickled.
 
-    A subclass defines `encoded` if its images are stored in a file format, otherwise `read` and `size`.
+    A subclass defines `encoded` if its images are stored in a file format, otherwise `read`.
     """
 
     layout = ""
     """Name of the published layout that the data have, such as "places205"; "" if none."""
     ignored: Mapping[str, int] = {}
-    """What was left out: how many files there are of each extension that is no image's, or of another kind in words."""
+    """What was left out: the number of files by extension, or by a description."""
     blocks: Int[np.ndarray, " blocks"] | None = None
-    """The end of each part that is fetched as a whole, where images are far away; None if any image can be read at once."""
+    """The end of each block that is fetched as a whole, for remote images; None if any image can be read directly."""
     no_labels = ""
     """Why the images have no labels, where that needs a reason."""
 
@@ -45,9 +45,9 @@ class ImageSource(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def describe(self, index: int) -> str:
         """Where the image is stored, for a list of bad images."""
+        return f"{self.name}#{index}"
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -62,7 +62,7 @@ class ImageSource(ABC):
         return str(index)
 
     def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        """Bring the blocks of these images near, ahead of their use."""
+        """Fetch the blocks of these images ahead of their use."""
         return None
 
     def encoded(self, index: int) -> bytes | None:
@@ -71,18 +71,24 @@ class ImageSource(ABC):
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
         """The image as RGB; raises BadImage."""
-        return decode_image(self._checked(index), self.describe(index))
+        self.check_index(index)
+        return decode_image(self.encoded(index) or b"", self.describe(index))
 
     def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
-        """The image, or the first good one after it, for people to look at: what is drawn is drawn with that side."""
+        """The image, or the first good one after it, for figures; synthetic images are rendered with that side."""
         return read_or_next(self, index)[0]
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
-        return image_size(self._checked(index), self.describe(index))
+        self.check_index(index)
+        encoded = self.encoded(index)
+        if encoded is None:
+            _, height, width = self.read(index).shape
+            return height, width
+        return image_size(encoded, self.describe(index))
 
     def open(self, index: int) -> OpenedImage:
-        """The image with its size, decoded only if need be; raises BadImage."""
+        """The image with its size, not yet decoded if it is a usual JPEG; raises BadImage."""
         encoded = self.encoded(index)
         if encoded is None:
             return OpenedImage.of_pixels(self.read(index).permute(1, 2, 0))
@@ -96,10 +102,6 @@ class ImageSource(ABC):
         """Raise IndexError for an index outside the source, negative ones included."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} has {len(self)} images, and no image {index}")
-
-    def _checked(self, index: int) -> bytes:
-        self.check_index(index)
-        return self.encoded(index) or b""
 
 
 def first_good(source: ImageSource, index: int) -> tuple[OpenedImage, list[str]]:
@@ -121,10 +123,7 @@ def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 heig
 
 
 def common_size(source: ImageSource, images: np.ndarray | None = None) -> tuple[int, int] | None:
-    """Return the size of all images (or of some), judged by up to 256 evenly spread ones.
-
-    None if sizes differ, or if the images are far away.
-    """
+    """Return the size of all images (or of some), judged by up to 256 of them; None if sizes differ or images are remote."""
     if source.blocks is not None:
         return None
     numbers = np.arange(len(source)) if images is None else images

@@ -221,7 +221,7 @@ def draw_walks(rng: np.random.Generator, layout: Layout, frames: int, tries: int
 
 
 class Hits(NamedTuple):
-    """What the rays meet first, for those that meet an object at all."""
+    """The rays that meet an object, and what each meets first."""
 
     rays: Int64[Tensor, " hits"]
     objects: Int64[Tensor, " hits"]

@@ -174,9 +174,9 @@ class SceneClip(Video):
 def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> list[Video]:
     """The videos of a folder in DAVIS's layout, or scenes[:count=…,size=…,frames=…,seed=…].
 
-    A folder's ImageSets choose the sequences of the split, those of 2017 before those of 2016 (split="2016/val" names one);
-    without such lists all sequences are taken. Drawn clips are the same for each split, since nothing is trained on them.
-    If frames are neither needed nor there, the masks stand for them.
+    A folder's ImageSets list the sequences of the split, with the list of 2017 before that of 2016 (split="2016/val" selects
+    one); without lists all sequences are used. Clips of scenes are the same for each split: nothing is trained on them. If
+    frames are neither needed nor there, the masks are used as frames.
     """
     kind, _, options = name.partition(":")
     if kind == "scenes":

@@ -30,7 +30,7 @@ MEMORY_LIMIT = 2 * 2**30
 
 # Small batches: Arrow cannot read 2 GiB of nested bytes into one array.
 _ROWS_A_BATCH, _BYTES_A_BATCH = 256, 2**26
-# A file may unpack to so many times its size and so many bytes more: images hardly compress.
+# The most that a file may unpack to, as a multiple of its size and a constant: images hardly compress.
 UNPACKED_TIMES, UNPACKED_BYTES = 100, 2**24
 # Rows that are unpacked before they are counted.
 _ROWS_AT_ONCE = 16

@@ -85,12 +85,6 @@ class SceneSource(ImageSource):
     def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
         return render_scenes(1, side, self.seed, index).images[0]
 
-    def size(self, index: int) -> tuple[int, int]:
-        return self.scenes.images.shape[2], self.scenes.images.shape[3]
-
-    def describe(self, index: int) -> str:
-        return f"{self.name}#{index}"
-
     def image_name(self, index: int) -> str:
         return f"scene-{index}"
 

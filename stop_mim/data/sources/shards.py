@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files of samples, indexed once and then read at any place; those at URLs are fetched as needed."""
+"""WebDataset shards: tar files of samples, indexed once and then read at any place; files at URLs are fetched as needed."""
 
 import json
 import os
@@ -84,7 +84,7 @@ class ShardSource(FilesSource):
 def _read_index(file: DataFile) -> tuple[Shaped[np.ndarray, " n"], Int[np.ndarray, "n 3"]]:
     """Return the names of a shard's images, and of each the offset, the size and the class.
 
-    The index is in the cache folder, if the file has not changed since.
+    The index is cached until the file changes.
     """
 
     def write(draft: Path) -> None:

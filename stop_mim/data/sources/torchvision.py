@@ -17,7 +17,7 @@ from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.sources import SOURCES, NoSplit, SourceKind, split_candidates
 from stop_mim.errors import InputError, first_line
 
-# Where the classes of torchvision keep their targets, so that no image need be decoded to learn its label.
+# Where the classes of torchvision keep their targets: reading these, no image is decoded for its label.
 _TARGET_ATTRIBUTES = ("targets", "labels", "_labels", "y")
 _CLASS_NAME_ATTRIBUTES = ("classes", "categories")
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
@@ -49,11 +49,15 @@ class TorchvisionSource(ImageSource):
         return len(self._dataset)
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        return rgb_pixels(self._image(index))
-
-    def size(self, index: int) -> tuple[int, int]:
-        image = self._image(index)
-        return image.height, image.width
+        self.check_index(index)
+        quieten_pillow()
+        try:
+            image = self._dataset[index][0]
+            check_pixels(image.height, image.width)
+            return rgb_pixels(image)
+        # Pillow answers corrupt files with many kinds of exceptions.
+        except Exception as error:
+            raise BadImage(self.describe(index), first_line(error)) from error
 
     def describe(self, index: int) -> str:
         return f"{self.name}[{self.split}]#{index}"
@@ -62,17 +66,6 @@ class TorchvisionSource(ImageSource):
         labels = self.labels["class"].tobytes() if self.labels else b""
         ends = (self.read(index).numpy().tobytes() for index in (0, len(self) - 1))
         return digest([self.name, len(self), labels, *ends])
-
-    def _image(self, index: int) -> PIL.Image.Image:
-        self.check_index(index)
-        quieten_pillow()
-        try:
-            image = self._dataset[index][0]
-            check_pixels(image.height, image.width)
-            return image
-        # Pillow answers corrupt files with many kinds of exceptions.
-        except Exception as error:
-            raise BadImage(self.describe(index), first_line(error)) from error
 
 
 def _open(class_name: str, split: str) -> tuple[Any, str]:
