@@ -328,11 +328,14 @@ class _Resident:
                 yield _Read(epoch, indices, pixels, indices.to(self.device, non_blocking=True))
 
 
+@dataclass(frozen=True, eq=False)
 class ImageCutter:
     """Reads, decodes and cuts images on the CPU; can be pickled."""
 
-    def __init__(self, source: ImageSource, view: View, seed: int, replace_bad: bool) -> None:
-        self.source, self.view, self.seed, self.replace_bad = source, view, seed, replace_bad
+    source: ImageSource
+    view: View
+    seed: int
+    replace_bad: bool
 
     def fill(self, crops: UInt8[Tensor, "n height width 3"], epoch: int, indices: Sequence[int]) -> list[Bad]:
         """Write what the view shows of each image; return the bad images, by their place."""

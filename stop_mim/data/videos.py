@@ -122,7 +122,9 @@ class FolderVideo(Video):
             return None
         path = self.mask_path(index)
         mask = read_mask(path, white=VOID if self._is_numbered else 1)
-        size = self._frame_size(index)
+        frame_path = self.frame_paths[index]
+        with _readable(frame_path), frame_path.open("rb") as file:
+            size = image_size(file, str(frame_path))
         if tuple(mask.shape) != size:
             raise InputError(
                 f"{path} has {mask.shape[1]}x{mask.shape[0]} pixels and its frame has {size[1]}x{size[0]}: give masks of "
@@ -140,11 +142,6 @@ class FolderVideo(Video):
         """Whether the first mask has numbers: a later one of white alone then shows void, and no object."""
         first = read_mask(self.mask_path(0), white=VOID)
         return bool(((first != 0) & (first != VOID)).any())
-
-    def _frame_size(self, index: int) -> tuple[int, int]:
-        path = self.frame_paths[index]
-        with _readable(path), path.open("rb") as file:
-            return image_size(file, str(path))
 
 
 class SceneClip(Video):

@@ -228,35 +228,30 @@ def _convert(file: DataFile, column: str, draft: Path) -> None:
 
 
 def _batches(file: DataFile, column: str) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a column; refuse a file that unpacks to far more bytes than images of its size could."""
+    limit = UNPACKED_TIMES * (file.size or 0) + UNPACKED_BYTES
     with file.open() as stream, pq.ParquetFile(stream) as table:
+        groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+        chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+        stated = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
         part: list[pa.RecordBatch] = []
-        for batch in _bounded(table, column, file):
+        found = 0
+        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if stated <= limit else ():
+            # Rows that repeat one value are more than the file states.
+            found += batch.nbytes
+            if found > limit:
+                break
             batch.validate(full=True)
             part.append(batch)
             if len(part) * _ROWS_AT_ONCE >= _ROWS_A_BATCH or sum(one.nbytes for one in part) > _BYTES_A_BATCH:
                 yield from pa.Table.from_batches(part).combine_chunks().to_batches()
                 part = []
+        if max(stated, found) > limit:
+            raise InputError(
+                f"{file} unpacks to more than {UNPACKED_TIMES} times its size, {limit / 2**20:,.0f} MiB: give a file of images."
+            )
         if part:
             yield from pa.Table.from_batches(part).combine_chunks().to_batches()
-
-
-def _bounded(table: pq.ParquetFile, column: str, file: DataFile) -> Iterator[pa.RecordBatch]:
-    """Yield few rows at a time, until they are far more bytes than a file of this size can hold of images."""
-    limit = UNPACKED_TIMES * (file.size or 0) + UNPACKED_BYTES
-    groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    found = 0
-    stated = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
-    for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if stated <= limit else ():
-        # Rows that repeat one value are more than the file states.
-        found += batch.nbytes
-        if found > limit:
-            break
-        yield batch
-    if max(stated, found) > limit:
-        raise InputError(
-            f"{file} unpacks to more than {UNPACKED_TIMES} times its size, {limit / 2**20:,.0f} MiB: give a file of images."
-        )
 
 
 def parquet_files(folder: Path, split: str) -> list[DataFile]:
