@@ -22,7 +22,7 @@ class TinyFake(torchvision.datasets.FakeData):
 
 
 class SplitFake(torchvision.datasets.VisionDataset):
-    classes = ("ant", "bee")
+    classes, mode = ("ant", "bee"), "L"
 
     def __init__(self, root, split="train", download=False):
         if split not in ("trainval", "test"):
@@ -37,7 +37,7 @@ class SplitFake(torchvision.datasets.VisionDataset):
     def __getitem__(self, index):
         if index == 2:
             raise OSError("image file is truncated")
-        return PIL.Image.new("L", (6, 4), index + 10 * (self.split == "test")), self._labels[index]
+        return PIL.Image.new(self.mode, (6, 4), index + 10 * (self.split == "test")), self._labels[index]
 
 
 @pytest.fixture
@@ -74,6 +74,10 @@ def test_torchvision_splits_downloads_and_bad_images(monkeypatch):
         test.read(2)
     monkeypatch.setattr(decode, "MAX_PIXELS", 3)
     with pytest.raises(BadImage, match="6x4 of more than 3 pixels"):
+        train.read(0)
+    monkeypatch.setattr(decode, "MAX_PIXELS", 24)
+    monkeypatch.setattr(SplitFake, "mode", "F")
+    with pytest.raises(BadImage, match="floating-point"):
         train.read(0)
     assert_refused("torchvision:SplitFake", "no split 'extra'", "extra")
 
