@@ -233,6 +233,10 @@ def _fetched(
     """Yield requests whose blocks have been fetched; a thread fetches the blocks of later requests."""
     waiting: deque[tuple[_Request, set[int], Future[None]]] = deque()
 
+    def fetch(blocks: list[int]) -> None:
+        for block in blocks:
+            source.fetch(block)
+
     def first() -> _Request:
         request, _, fetched = waiting.popleft()
         fetched.result()
@@ -241,12 +245,11 @@ def _fetched(
     fetcher = ThreadPoolExecutor(1, "fetch")
     try:
         for request in requests:
-            indices = request.indices.numpy()
-            blocks = set(np.searchsorted(ends, indices, side="right").tolist())
+            blocks = set(np.searchsorted(ends, request.indices.numpy(), side="right").tolist())
             # More blocks than are kept must never be waited for.
             while waiting and len(blocks.union(*(one for _, one, _ in waiting))) > BLOCKS_AHEAD:
                 yield first()
-            waiting.append((request, blocks, fetcher.submit(source.fetch, indices)))
+            waiting.append((request, blocks, fetcher.submit(fetch, sorted(blocks))))
             if len(waiting) > _FETCHED_AHEAD:
                 yield first()
         while waiting:

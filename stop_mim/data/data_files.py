@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Int
 
 from stop_mim.data.cache import cached_file, gib_from, record_path
 from stop_mim.data.decode import BadImage
@@ -133,10 +132,6 @@ class FilesSource(ImageSource):
         """Return the number of the file that holds an image, and the place in it."""
         file = int(np.searchsorted(self._ends, index, side="right"))
         return file, index - (int(self._ends[file - 1]) if file else 0)
-
-    def files_of(self, indices: Int[np.ndarray, " n"]) -> list[int]:
-        """Return the numbers of the files that hold these images."""
-        return np.unique(np.searchsorted(self._ends, indices, side="right")).tolist()
 
     def fingerprint(self) -> str:
         return self._digest(times=True)

@@ -61,8 +61,8 @@ class ImageSource(ABC):
         """The name of the image in lists of images: its file's name where it has one, with / between folders."""
         return str(index)
 
-    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        """Fetch the blocks of these images ahead of their use."""
+    def fetch(self, block: int) -> object:
+        """Fetch a block ahead of its use."""
         return None
 
     def encoded(self, index: int) -> bytes | None:

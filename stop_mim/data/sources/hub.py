@@ -35,7 +35,7 @@ class HubSource(TableSource):
             raise InputError(f"The split '{self.split}' of hf:{address} has no rows: choose another split.")
         super().__init__(f"hf:{address}", *read_classes(schema, lambda column: self._table().column(column)))
         self.folders = _folders(address.partition(":")[0])
-        self.bring(0)
+        self.fetch(0)
 
     def __len__(self) -> int:
         return len(self._dataset)

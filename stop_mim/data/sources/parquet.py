@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jaxtyping import Int
 
 from stop_mim.data.data_files import DataFile, FilesSource, attempted, find_files, found_file, is_url, matching_paths
 from stop_mim.data.decode import BadImage
@@ -55,7 +54,7 @@ class ParquetKind(SourceKind):
 
 
 class TableSource(ImageSource):
-    """A source over Arrow columns; they never travel to another process, which opens its own."""
+    """A source over Arrow columns, which are not pickled: another process opens them again."""
 
     folders: Sequence[Path] = ()
     """A row without bytes may name a file in these folders, and no other."""
@@ -74,11 +73,11 @@ class TableSource(ImageSource):
         """The number of the file that holds an image, and its row there."""
         return 0, index
 
-    def bring(self, file: int) -> pa.ChunkedArray:
+    def fetch(self, block: int) -> pa.ChunkedArray:
         """The column of a file; opened before the workers fork, they share one copy of it."""
-        column = self._opened.get(file)
+        column = self._opened.get(block)
         if column is None:
-            column = self._opened[file] = self.load_column(file)
+            column = self._opened[block] = self.load_column(block)
             # A file that is still mapped takes space even after it was removed.
             for oldest in list(self._opened)[: -self.most_open] if self.most_open else ():
                 self._opened.pop(oldest, None)
@@ -86,7 +85,7 @@ class TableSource(ImageSource):
 
     def encoded(self, index: int) -> bytes:
         file, row = self.locate(index)
-        cell = self.bring(file)[row]
+        cell = self.fetch(file)[row]
         is_struct = isinstance(cell, pa.StructScalar)
         try:
             found = (cell["bytes"] if is_struct else cell).as_py()
@@ -103,7 +102,7 @@ class TableSource(ImageSource):
 
     def image_name(self, index: int) -> str:
         file, row = self.locate(index)
-        cell = self.bring(file)[row]
+        cell = self.fetch(file)[row]
         named = isinstance(cell, pa.StructScalar) and "path" in cell
         return (cell["path"].as_py() if named else None) or f"row-{index}"
 
@@ -189,11 +188,7 @@ class ParquetSource(FilesSource, TableSource):
         )
         super().__init__(name, files, [rows for rows, _ in footers if rows], *classes)
         for number in range(0 if files[0].is_remote else len(files)):
-            self.bring(number)
-
-    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        for file in self.files_of(indices):
-            self.bring(file)
+            self.fetch(number)
 
     def describe(self, index: int) -> str:
         file, row = self.locate(index)

@@ -51,17 +51,13 @@ class ShardSource(FilesSource):
         counts, labels = [len(members) for members, _ in indexes], class_labels(self._places[:, 2])
         super().__init__(f"wds:{pattern}", files, counts, labels)
 
-    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        for shard in self.files_of(indices):
-            self._local(shard)
-
     def encoded(self, index: int) -> bytes:
         shard, _ = self.locate(index)
         file = self.files[shard]
         before = None if file.is_remote else (file.size or 0, int(file.version))
         # A file opened for each image has no position that forked workers could move under each other.
         offset, size, _ = self._places[index].tolist()
-        return read_file(self._local(shard), self.describe(index), before, offset, size)
+        return read_file(self.fetch(shard), self.describe(index), before, offset, size)
 
     def describe(self, index: int) -> str:
         return f"{self.files[self.locate(index)[0]]}#{self._member(index)}"
@@ -74,11 +70,11 @@ class ShardSource(FilesSource):
     def _member(self, index: int) -> str:
         return os.fsdecode(bytes(self._members[index]))
 
-    def _local(self, shard: int) -> Path:
+    def fetch(self, block: int) -> Path:
         """Return the file of a shard on this machine."""
-        if shard not in self._fetched or (self.blocks is not None and not self._fetched[shard].exists()):
-            self._fetched[shard] = self.files[shard].fetched(".tar")
-        return self._fetched[shard]
+        if block not in self._fetched or (self.blocks is not None and not self._fetched[block].exists()):
+            self._fetched[block] = self.files[block].fetched(".tar")
+        return self._fetched[block]
 
 
 def _read_index(file: DataFile) -> tuple[Shaped[np.ndarray, " n"], Int[np.ndarray, "n 3"]]:
