@@ -33,7 +33,7 @@ from stop_mim.data.decode import (
     gpu_obstacle,
     jpeg_header,
 )
-from stop_mim.data.image_source import BadImages, ImageSource, common_size, first_good
+from stop_mim.data.image_source import BadImages, ImageSource, common_size, first_good, no_good_images
 from stop_mim.data.lookahead import mapped, prefetched
 from stop_mim.data.order import BLOCKS_AHEAD, Order
 from stop_mim.data.stored import Progress, StoredImages, is_cacheable, store_images
@@ -188,6 +188,8 @@ class Batches:
         shown = np.arange(total)
         if replace_bad and stored.bad:
             good = np.setdiff1d(images, np.fromiter(stored.bad, np.int64))
+            if not len(good):
+                raise no_good_images(self.source.name, len(images))
             shown[images] = good[np.searchsorted(good, images) % len(good)]
         if stored.sizes:
             sizes = torch.tensor([stored.pixels.shape[2:]]).repeat(total, 1)

@@ -113,7 +113,12 @@ def first_good(source: ImageSource, index: int) -> tuple[OpenedImage, list[str]]
             return OpenedImage.of_pixels(opened.decode()), bad
         except BadImage as error:
             bad.append(str(error))
-    raise InputError(f"None of the {len(source)} images of '{source.name}' can be read: check the data.")
+    raise no_good_images(source.name, len(source))
+
+
+def no_good_images(name: str, count: int) -> InputError:
+    """Return the error for a dataset of which no image can be read."""
+    return InputError(f"None of the {count} images of '{name}' can be read: check the data.")
 
 
 def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 height width"], list[str]]:

@@ -142,7 +142,7 @@ def test_too_many_bad_images_are_refused(mode, workers):
     with pytest.raises(InputError, match="2 of the 100 images of 'painted'"):
         take(make(source, mode, workers, lenient=False, replace_bad=True), 12)
     with pytest.raises(InputError, match="None of the 4 images"):
-        take(make(Painted(4, bad=range(4)), "streaming", workers, ShuffledOrder(4, 4), replace_bad=True), 1)
+        take(make(Painted(4, bad=range(4)), mode, workers, ShuffledOrder(4, 4), replace_bad=True), 1)
 
 
 def test_a_batch_of_bad_images_alone_is_empty():
