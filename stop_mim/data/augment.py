@@ -38,8 +38,6 @@ _ATTEMPTS = 10
 _TOP, _LEFT, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _GREY, _BLUR, _BLUR_SIGMA = range(20, 31)
 N_DRAWS = 32
 
-_GREY_WEIGHTS = (0.2989, 0.587, 0.114)
-
 
 def draw(seed: int, epoch: int, images: Int[Tensor, " b"]) -> Draws:
     """Return uniform numbers in [0, 1) for each image: its part of the SplitMix64 sequence of the seed and the epoch."""
@@ -174,7 +172,7 @@ def _blur_weights(sigmas: Float[Tensor, " b"], length: int) -> Float[Tensor, "b 
 
 def _luminance(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 1 h w"]:
     red, green, blue = images.split(1, dim=1)
-    return red * _GREY_WEIGHTS[0] + green * _GREY_WEIGHTS[1] + blue * _GREY_WEIGHTS[2]
+    return red * 0.2989 + green * 0.587 + blue * 0.114
 
 
 def adjust_colours(

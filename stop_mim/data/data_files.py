@@ -20,7 +20,7 @@ import numpy as np
 
 from stop_mim.data.cache import cached_file, gib_from, record_path
 from stop_mim.data.decode import BadImage
-from stop_mim.data.image_source import ImageSource, digest
+from stop_mim.data.image_source import ImageSource, Labels, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
 
@@ -118,7 +118,7 @@ class FilesSource(ImageSource):
         name: str,
         files: Sequence[DataFile],
         counts: Sequence[int],
-        labels: dict[str, np.ndarray] | None = None,
+        labels: Labels,
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__(name, labels, class_names)

@@ -13,6 +13,9 @@ from stop_mim.data.decode import BadImage, OpenedImage, decode_image, image_size
 from stop_mim.errors import InputError, printable
 from stop_mim.files import append_line
 
+Labels = dict[str, np.ndarray]
+"""A label of each image, by the name of the label: "class", or "count" and "distance"."""
+
 SIZES_LOOKED_AT = 256
 MAX_BAD_FRACTION = 0.01
 SHOWN_ONE_BY_ONE = 5
@@ -35,12 +38,9 @@ class ImageSource(ABC):
     no_labels = ""
     """Why the images have no labels, where that needs a reason."""
 
-    def __init__(
-        self, name: str, labels: dict[str, np.ndarray] | None = None, class_names: tuple[str, ...] = ()
-    ) -> None:
-        self.name = name
-        self.labels: dict[str, np.ndarray] = labels or {}
-        self.class_names = class_names
+    def __init__(self, name: str, labels: Labels | None = None, class_names: tuple[str, ...] = ()) -> None:
+        self.name, self.class_names = name, class_names
+        self.labels: Labels = labels or {}
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -143,7 +143,7 @@ def common_size(source: ImageSource, images: np.ndarray | None = None) -> tuple[
     return sizes.pop() if sizes else None
 
 
-def class_labels(classes: np.ndarray | None) -> dict[str, np.ndarray]:
+def class_labels(classes: np.ndarray | None) -> Labels:
     """Return the labels of a classification set; {} where an image has none (-1), as in the test splits of challenges."""
     if classes is None or not len(classes) or (classes < 0).any():
         return {}

@@ -42,6 +42,12 @@ def encode(image, kind, **options):
     return buffer.getvalue()
 
 
+def exif(orientation):
+    note = PIL.Image.Exif()
+    note[0x0112] = orientation
+    return note
+
+
 def as_tensor(image):
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
@@ -100,9 +106,7 @@ def test_sixteen_bits_keep_their_high_byte():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", [1, 3, 5, 6, 8])
 def test_exif_orientation_is_applied(kind, orientation):
-    exif = PIL.Image.Exif()
-    exif[0x0112] = orientation
-    encoded = encode(picture(), kind, exif=exif)
+    encoded = encode(picture(), kind, exif=exif(orientation))
     expected = as_tensor(ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(encoded))))
     pixels = decode_image(encoded, "a")
     assert pixels.shape == expected.shape
@@ -164,12 +168,6 @@ def test_max_pixels_is_a_bound_that_may_be_reached(monkeypatch):
         monkeypatch.setattr(decode, "MAX_PIXELS", HEIGHT * WIDTH - 1)
         with pytest.raises(BadImage, match="40x24 of more than 959 pixels"):
             decode_image(encoded, "a")
-
-
-def exif(orientation):
-    note = PIL.Image.Exif()
-    note[0x0112] = orientation
-    return note
 
 
 USUAL = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from stop_mim.data.data_files import file_state, read_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
-from stop_mim.data.image_source import UNREAD_PHOTOS, ImageSource, class_labels, digest
+from stop_mim.data.image_source import UNREAD_PHOTOS, ImageSource, Labels, class_labels, digest
 from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, are_splits, choose_split
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
 from stop_mim.errors import InputError
@@ -76,7 +76,7 @@ class FileSource(ImageSource):
         folder: Path,
         paths: Sequence[str],
         name: str,
-        labels: dict[str, np.ndarray] | None = None,
+        labels: Labels | None = None,
         class_names: tuple[str, ...] = (),
         layout: str = "",
     ) -> None:

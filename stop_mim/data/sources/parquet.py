@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stop_mim.data.data_files import DataFile, FilesSource, attempted, find_files, found_file, is_url, matching_paths
 from stop_mim.data.decode import BadImage
-from stop_mim.data.image_source import ImageSource, class_labels
+from stop_mim.data.image_source import ImageSource, Labels, class_labels
 from stop_mim.data.order import BLOCKS_TOGETHER
 from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, choose_split
 from stop_mim.errors import InputError
@@ -61,7 +60,7 @@ class TableSource(ImageSource):
     most_open: int | None = None
     """Columns that are open at a time; None for all."""
 
-    def __init__(self, name: str, labels: dict[str, np.ndarray] | None, class_names: tuple[str, ...]) -> None:
+    def __init__(self, name: str, labels: Labels, class_names: tuple[str, ...]) -> None:
         super().__init__(name, labels, class_names)
         self._opened: dict[int, pa.ChunkedArray] = {}
 
@@ -133,9 +132,7 @@ def label_column(schema: pa.Schema) -> str | None:
     return None
 
 
-def read_classes(
-    schema: pa.Schema, read: Callable[[str], pa.ChunkedArray]
-) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+def read_classes(schema: pa.Schema, read: Callable[[str], pa.ChunkedArray]) -> tuple[Labels, tuple[str, ...]]:
     """Labels and, if known, the names of the classes, of a table whose columns `read` returns.
 
     Strings are numbered in sorted order.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stop_mim.data.image_source import ImageSource, class_labels
+from stop_mim.data.image_source import ImageSource, Labels, class_labels
 from stop_mim.data.sources import SOURCES, SourceKind, choose_split
 from stop_mim.data.sources.folder import FileSource
 from stop_mim.errors import InputError, first_line
@@ -53,7 +53,7 @@ class Clevr(SourceKind):
                 f"{len(different)} images have no file in {images} or no scene in {scenes_path}, {different[0]!r} first: "
                 "unpack all images, and give the scenes of these images alone."
             )
-        labels: dict[str, np.ndarray] = {
+        labels: Labels = {
             "count": np.array([scenes[file][0] for file in files], dtype=np.int64),
             "distance": np.array([scenes[file][1] for file in files], dtype=np.float32),
         }

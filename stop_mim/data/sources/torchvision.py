@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -86,15 +87,9 @@ def _open(class_name: str, split: str) -> tuple[Any, str]:
     if split in split_candidates("test"):
         candidates = _LABELLED_TEST_SPLITS.get(class_name, candidates)
     for candidate in candidates:
-        try:
+        with suppress(NoSplit):
             return _construct(class_name, kind, options | {"split": candidate}), candidate
-        except _UnknownSplit:
-            continue
     raise NoSplit(f"torchvision:{class_name} has no split '{split}': choose another split or dataset.")
-
-
-class _UnknownSplit(Exception):
-    """The class of torchvision has no split of this name."""
 
 
 def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -108,7 +103,7 @@ def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any
         # Downloads fail in as many ways as there are servers.
         except Exception as error:
             if isinstance(error, ValueError) and "split" in options and "split" in str(error):
-                raise _UnknownSplit from error
+                raise NoSplit(first_line(error)) from error
             failure = error
     raise InputError(
         f"torchvision:{class_name} could not be opened in {download_folder()} ({first_line(failure)}): check the network, or "
