@@ -204,20 +204,11 @@ def test_a_folder_of_classes_called_images_and_scenes_is_not_clevr(tmp_path):
     [
         b"\x89PNG\r\n\x1a\n\xff",
         b"[" * 100_000,
-        b"[1, 2]",
         b'{"scenes": []}',
-        b'{"scenes": [7]}',
-        b'{"scenes": [{"objects": []}]}',
-        *(
-            b'{"scenes": [{"image_filename": "a.png", "objects": %b}]}' % objects
-            for objects in (
-                b"null",
-                b'[{"shape": "cube"}]',
-                b'[{"pixel_coords": [1, 2]}]',
-                b'[{"pixel_coords": [1, 2, "near"]}]',
-                b'[{"pixel_coords": [1, 2, NaN]}]',
-            )
-        ),
+        b'{"scenes": [{"image_filename": "a.png", "objects": null}]}',
+        b'{"scenes": [{"image_filename": "a.png", "objects": [{"shape": "cube"}]}]}',
+        b'{"scenes": [{"image_filename": "a.png", "objects": [{"pixel_coords": [1, 2]}]}]}',
+        b'{"scenes": [{"image_filename": "a.png", "objects": [{"pixel_coords": [1, 2, NaN]}]}]}',
     ],
 )
 def test_files_that_are_no_scenes_are_refused(clevr, content):
