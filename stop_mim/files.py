@@ -46,16 +46,16 @@ def why_not_written(folder: Path) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file (or a folder of files) in a temporary folder beside `path`, then move it to `path` in one step.
+    """Let `write` make a file (or a folder of files) in a temporary folder next to `path`, then move it to `path` in one step.
 
     A link stays, and its target is written; a device or a pipe is never replaced by a file. When this returns, file and name
-    are on the disk. A full disk is an OSError, whatever the library raises that writes.
+    are on the disk. A full disk is an OSError, also where safetensors writes.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A folder, because safetensors writes one more temporary file beside the one that it is given.
+    # A folder, because safetensors writes another temporary file next to the given one.
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         draft = folder / path.name
@@ -76,7 +76,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder beside `path`, then rename it to `path`."""
+    """Let `write` fill a temporary folder next to `path`, then rename it to `path`."""
 
     def fill(draft: Path) -> None:
         draft.mkdir()

@@ -1,4 +1,4 @@
-"""Views: what is seen of an image, and random draws that are a function of (seed, epoch, image).
+"""Views: crops and colours of an image, by random draws that are a function of (seed, epoch, image).
 
 Everything works on whole batches on any device and never waits for the device: shapes do not depend on data. Each step
 equals torchvision's on one image.
@@ -6,6 +6,7 @@ equals torchvision's on one image.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -37,8 +38,6 @@ _ATTEMPTS = 10
 _TOP, _LEFT, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _GREY, _BLUR, _BLUR_SIGMA = range(20, 31)
 N_DRAWS = 32
 
-_GREY_WEIGHTS = (0.2989, 0.587, 0.114)
-
 
 def draw(seed: int, epoch: int, images: Int[Tensor, " b"]) -> Draws:
     """Return uniform numbers in [0, 1) for each image: its part of the SplitMix64 sequence of the seed and the epoch."""
@@ -54,7 +53,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(state: Int[Tensor, "b draws"], bits: int) -> Int[Tensor, "b draws"]:
-    # A right shift of unsigned numbers, which torch has not.
+    # A right shift of unsigned numbers: torch has none.
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -137,7 +136,7 @@ def _apply_separable(
     images: Pixels, rows: Float[Tensor, "b h2 h"], columns: Float[Tensor, "b w2 w"]
 ) -> Float[Tensor, "b c h2 w2"]:
     batch, channels, height, width = images.shape
-    # With the channels beside the columns both products are plain batched ones, and no matrix is copied per channel.
+    # With channels next to columns, both products are plain batched ones and no matrix is copied per channel.
     lines = images.permute(0, 2, 1, 3).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     # Under autocast the products would keep eight bits, as few as the pixels have.
     with torch.autocast(images.device.type, enabled=False):
@@ -173,7 +172,7 @@ def _blur_weights(sigmas: Float[Tensor, " b"], length: int) -> Float[Tensor, "b 
 
 def _luminance(images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 1 h w"]:
     red, green, blue = images.split(1, dim=1)
-    return red * _GREY_WEIGHTS[0] + green * _GREY_WEIGHTS[1] + blue * _GREY_WEIGHTS[2]
+    return red * 0.2989 + green * 0.587 + blue * 0.114
 
 
 def adjust_colours(
@@ -227,25 +226,23 @@ def resize_batch(images: UInt8[Tensor, "b 3 h w"], size: tuple[int, int]) -> UIn
     return resized.round_().clamp_(0, 255).to(torch.uint8)
 
 
+@dataclass(eq=False)
 class RandomCrop:
     """Random resized crop, flip, colour jitter, grey, blur; a stage of probability 0 is left out.
 
     The order of the jitter is fixed (torchvision shuffles it): drawing it on the device would mean computing every order.
     """
 
+    config: AugmentConfig
+    size: tuple[int, int]
+    mean: ChannelValues = IMAGENET_MEAN
+    std: ChannelValues = IMAGENET_STD
+    interpolation: Interpolation = "bilinear"
     retouch: Retouch | None = None
     """What else happens to a cut image, before the flip; such images are streamed and decoded by workers."""
 
-    def __init__(
-        self,
-        config: AugmentConfig,
-        size: tuple[int, int],
-        mean: ChannelValues = IMAGENET_MEAN,
-        std: ChannelValues = IMAGENET_STD,
-        interpolation: Interpolation = "bilinear",
-    ) -> None:
-        _check_size(size)
-        self.config, self.size, self.mean, self.std, self.interpolation = config, size, mean, std, interpolation
+    def __post_init__(self) -> None:
+        _check_size(self.size)
 
     @property
     def stored_size(self) -> tuple[int, int]:
@@ -309,7 +306,6 @@ class WholeImage(RandomCrop):
 
     @property
     def stored_size(self) -> tuple[int, int]:
-        """The size to which images of different sizes are squashed where they are stored."""
         return self.size
 
     def boxes(self, sizes: Int[Tensor, "b 2"], draws: Draws) -> Int[Tensor, "b 4"]:
@@ -317,8 +313,9 @@ class WholeImage(RandomCrop):
         return torch.cat([torch.zeros_like(sizes), sizes], dim=1)
 
 
+@dataclass(eq=False)
 class TestView:
-    """What is scored, with nothing random: the short side becomes `resize_to` and the centre is cut out.
+    """The view for evaluation, without randomness: resize the short side to `resize_to` and cut out the centre.
 
     Without `resize_to` the whole image is resized.
     """
@@ -326,19 +323,16 @@ class TestView:
     __test__ = False
     retouch = None
 
-    def __init__(
-        self,
-        size: tuple[int, int],
-        resize_to: int | None = None,
-        mean: ChannelValues = IMAGENET_MEAN,
-        std: ChannelValues = IMAGENET_STD,
-        interpolation: Interpolation = "bilinear",
-    ) -> None:
-        _check_size(size)
-        if resize_to is not None and resize_to < max(size):
-            raise InputError(f"resize_to is {resize_to}: a crop of {size} needs at least {max(size)}.")
-        self.size, self.resize_to, self.mean, self.std = size, resize_to, mean, std
-        self.interpolation: Interpolation = interpolation
+    size: tuple[int, int]
+    resize_to: int | None = None
+    mean: ChannelValues = IMAGENET_MEAN
+    std: ChannelValues = IMAGENET_STD
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        if self.resize_to is not None and self.resize_to < max(self.size):
+            raise InputError(f"resize_to is {self.resize_to}: a crop of {self.size} needs at least {max(self.size)}.")
 
     @property
     def stored_size(self) -> tuple[int, int] | None:

@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from stop_mim.data.augment import TestView, View, draw
-from stop_mim.data.bad_images import BadImages
 from stop_mim.data.decode import (
     BadImage,
     Box,
@@ -34,7 +33,7 @@ from stop_mim.data.decode import (
     gpu_obstacle,
     jpeg_header,
 )
-from stop_mim.data.image_source import ImageSource, common_size, first_good
+from stop_mim.data.image_source import BadImages, ImageSource, common_size, first_good, no_good_images
 from stop_mim.data.lookahead import mapped, prefetched
 from stop_mim.data.order import BLOCKS_AHEAD, Order
 from stop_mim.data.stored import Progress, StoredImages, is_cacheable, store_images
@@ -43,7 +42,7 @@ from stop_mim.options import Decode, LoaderMode
 from stop_mim.seeds import derive_seed
 
 ENOUGH_WORKERS = 7
-"""So many decode photographs faster than a GPU does that trains a ViT-B/16 meanwhile; docs/performance.md has numbers."""
+"""This many workers decode photographs faster than a GPU that is training a ViT-B/16; see docs/performance.md."""
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 
 JPEGS_LOOKED_AT = 64
@@ -189,32 +188,27 @@ class Batches:
         shown = np.arange(total)
         if replace_bad and stored.bad:
             good = np.setdiff1d(images, np.fromiter(stored.bad, np.int64))
+            if not len(good):
+                raise no_good_images(self.source.name, len(images))
             shown[images] = good[np.searchsorted(good, images) % len(good)]
         if stored.sizes:
             sizes = torch.tensor([stored.pixels.shape[2:]]).repeat(total, 1)
             sizes[list(stored.sizes)] = torch.tensor(list(stored.sizes.values()))
             self._sizes = sizes[torch.from_numpy(shown)].to(self.device)
-        rows = shown if stored.rows is None else stored.rows[shown]
-        pixels, used = stored.pixels, np.unique(rows[images])
+        rows, pixels = stored.rows[shown], stored.pixels
+        used = np.unique(rows[images])
         needed = len(used) * pixels[0].numel()
         moves = self.order.length is None and needed <= resident_budget(self.device, placement.processes_on_host)
         if self.device.type != "cpu" and moves:
             rows = np.searchsorted(used, rows)
             pixels = (pixels if len(used) == len(pixels) else pixels[torch.from_numpy(used)]).to(self.device)
-        identity = len(pixels) == total and bool((rows == np.arange(total)).all())
-        dropped = None if replace_bad or not stored.bad else torch.zeros(total, dtype=torch.bool)
-        if dropped is not None:
-            dropped[list(stored.bad)] = True
+        kept = torch.ones(total, dtype=torch.bool)
+        kept[[] if replace_bad else list(stored.bad)] = False
         described = f"{self.n_images:,} images of {pixels.shape[2]}x{pixels.shape[3]}, {needed / 2**30:.2f} GiB"
-        origin = ", from the cache of decoded images" if stored.from_cache else ""
-        return _Resident(
-            pixels,
-            None if identity else torch.from_numpy(rows).to(pixels.device),
-            dropped,
-            self.device,
-            self.order.batch_size,
-            f"resident: {described} on {pixels.device}{origin}",
-        )
+        description = f"resident: {described} on {pixels.device}"
+        description += ", from the cache of decoded images" if stored.from_cache else ""
+        rows_there = torch.from_numpy(rows).to(pixels.device)
+        return _Resident(pixels, rows_there, kept, self.device, self.order.batch_size, description)
 
     def _find_gpu_decoder(self, placement: Placement) -> tuple[GpuDecoder | None, str]:
         """Return the decoder if JPEGs are to be decoded on the GPU; else None and what prevents it."""
@@ -238,8 +232,12 @@ class Batches:
 def _fetched(
     requests: Iterator[_Request], source: ImageSource, ends: Int[np.ndarray, " blocks"]
 ) -> Generator[_Request, None, None]:
-    """Yield the requests once their blocks are here; those of later ones are fetched meanwhile."""
+    """Yield requests whose blocks have been fetched; a thread fetches the blocks of later requests."""
     waiting: deque[tuple[_Request, set[int], Future[None]]] = deque()
+
+    def fetch(blocks: list[int]) -> None:
+        for block in blocks:
+            source.fetch(block)
 
     def first() -> _Request:
         request, _, fetched = waiting.popleft()
@@ -249,12 +247,11 @@ def _fetched(
     fetcher = ThreadPoolExecutor(1, "fetch")
     try:
         for request in requests:
-            indices = request.indices.numpy()
-            blocks = set(np.searchsorted(ends, indices, side="right").tolist())
+            blocks = set(np.searchsorted(ends, request.indices.numpy(), side="right").tolist())
             # More blocks than are kept must never be waited for.
             while waiting and len(blocks.union(*(one for _, one, _ in waiting))) > BLOCKS_AHEAD:
                 yield first()
-            waiting.append((request, blocks, fetcher.submit(source.fetch, indices)))
+            waiting.append((request, blocks, fetcher.submit(fetch, sorted(blocks))))
             if len(waiting) > _FETCHED_AHEAD:
                 yield first()
         while waiting:
@@ -302,13 +299,13 @@ def are_jpegs(source: ImageSource) -> bool:
 
 @dataclass(frozen=True)
 class _Resident:
-    """Whole images in memory; those that are not on the device are copied there ahead, through page-locked memory."""
+    """Whole images in memory; from host memory they are copied to the device ahead of use, through page-locked memory."""
 
     pixels: UInt8[Tensor, "n 3 height width"]
-    rows: Int[Tensor, " m"] | None
-    """The row of each image of the source, on the device of the pixels; None if rows are images."""
-    dropped: Bool[Tensor, " m"] | None
-    """Whether an image of the source is left out; None if none is."""
+    rows: Int[Tensor, " m"]
+    """The row of each image of the source, on the device of the pixels."""
+    kept: Bool[Tensor, " m"]
+    """Whether an image of the source is shown; bad images may be left out."""
     device: torch.device
     batch_size: int
     description: str
@@ -318,35 +315,32 @@ class _Resident:
             yield from prefetched(self._copied(requests), self.device, _COPIES_AHEAD)
             return
         for epoch, wanted in requests:
-            indices = self._good(wanted)
+            indices = wanted[self.kept[wanted]]
             on_device = indices.to(self.device, non_blocking=True)
-            yield _Read(epoch, indices, self.pixels[self._rows(on_device)], on_device)
+            yield _Read(epoch, indices, self.pixels[self.rows[on_device]], on_device)
 
     def _copied(self, requests: Iterator[_Request]) -> Generator[_Read, None, None]:
         images, shape = self.pixels.numpy(), self.pixels.shape[1:]
-        # One slot is filled and one copied, beside those that wait to be used.
+        # One slot is being filled and one copied; the others wait to be used.
         with closing(_Slots(_COPIES_AHEAD + 2, (self.batch_size, *shape), self.device, shared=False)) as slots:
             for turn, (epoch, wanted) in enumerate(requests):
-                indices, slot = self._good(wanted), slots.next(turn)
-                # numpy copies with this thread alone: torch would wake all cores, beside the one that launches kernels.
+                indices, slot = wanted[self.kept[wanted]], slots.next(turn)
+                # numpy copies in this thread: torch would use all cores and disturb the one that launches kernels.
                 filled = slots.pixels[slot, : len(indices)].numpy()
-                np.take(images, self._rows(indices).numpy(), axis=0, out=filled, mode="clip")
+                np.take(images, self.rows[indices].numpy(), axis=0, out=filled, mode="clip")
                 pixels = torch.empty(len(indices), *shape, dtype=torch.uint8, device=self.device)
                 slots.copy(slot, pixels)
                 yield _Read(epoch, indices, pixels, indices.to(self.device, non_blocking=True))
 
-    def _good(self, indices: Int[Tensor, " batch"]) -> Int[Tensor, " _"]:
-        return indices if self.dropped is None else indices[~self.dropped[indices]]
 
-    def _rows(self, indices: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        return indices if self.rows is None else self.rows[indices]
-
-
+@dataclass(frozen=True, eq=False)
 class ImageCutter:
     """Reads, decodes and cuts images on the CPU; can be pickled."""
 
-    def __init__(self, source: ImageSource, view: View, seed: int, replace_bad: bool) -> None:
-        self.source, self.view, self.seed, self.replace_bad = source, view, seed, replace_bad
+    source: ImageSource
+    view: View
+    seed: int
+    replace_bad: bool
 
     def fill(self, crops: UInt8[Tensor, "n height width 3"], epoch: int, indices: Sequence[int]) -> list[Bad]:
         """Write what the view shows of each image; return the bad images, by their place."""
@@ -383,12 +377,14 @@ class ImageCutter:
         pixels = 0
         # Decoding and cutting take turns as rarely as the caches allow: image by image, small ones take a third longer.
         for place, image in opened.items():
+            whole = isinstance(self.view, TestView)
             try:
-                decoded[place] = self._decode(image, boxes[place])
+                found = (image.decode(), boxes[place]) if whole else image.decode_part(boxes[place], self.view.size)
             except BadImage as error:
                 bad.append((place, str(error)))
                 continue
-            pixels += decoded[place][0].shape[0] * decoded[place][0].shape[1]
+            decoded[place] = found
+            pixels += found[0].shape[0] * found[0].shape[1]
             if pixels >= _CUT_TOGETHER:
                 self._cut(crops, decoded)
                 decoded, pixels = {}, 0
@@ -402,9 +398,6 @@ class ImageCutter:
         draws = draw(self.seed, epoch, torch.tensor([indices[place] for place in opened]))
         boxes = self.view.boxes(torch.tensor([image.size for image in opened.values()]), draws).tolist()
         return {place: (box[0], box[1], box[2], box[3]) for place, box in zip(opened, boxes, strict=True)}
-
-    def _decode(self, image: OpenedImage, box: Box) -> tuple[Tensor, Box]:
-        return (image.decode(), box) if isinstance(self.view, TestView) else image.decode_part(box, self.view.size)
 
     def _cut(self, crops: Tensor, decoded: Mapping[int, tuple[Tensor, Box]]) -> None:
         for place, (pixels, box) in decoded.items():
@@ -431,7 +424,7 @@ class _Slots:
             refusal = torch.cuda.cudart().cudaHostRegister(self.pixels.data_ptr(), self.pixels.numel(), 0)
             self._locked = int(refusal) == 0
             if not self._locked:
-                # CUDA keeps the error for whoever asks next, and a kernel's launch would report it as its own.
+                # CUDA keeps the error, and the next kernel launch would report it.
                 with suppress(RuntimeError):
                     torch.zeros(1, device=device)
 
@@ -545,7 +538,7 @@ class _GpuDecoded:
             yield self._make(*opening.popleft(), readers)
 
     def _open(self, indices: list[int]) -> list[OpenedImage | None]:
-        """Read images; None for those that the device cannot decode."""
+        """Read images; None where the device cannot decode one."""
         source, found = self.cutter.source, list[OpenedImage | None]()
         for index in indices:
             opened = None
@@ -571,7 +564,7 @@ class _GpuDecoded:
         return _as_read(request, pixels, bad, self.cutter.replace_bad, self.device)
 
     def _cut_on_gpu(self, request: _Request, images: Mapping[int, OpenedImage], pixels: Tensor) -> list[int]:
-        """Decode and cut images into their places; return the places of those that fail."""
+        """Decode and cut images into their places; return the places of failures."""
         places = list(images)
         boxes = self.cutter.boxes(request.epoch, request.indices.tolist(), images)
         failed: list[int] = []

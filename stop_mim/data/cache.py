@@ -18,9 +18,6 @@ from typing import Any
 from stop_mim.errors import InputError
 from stop_mim.files import locked, remove_temporaries, why_not_written, write_atomically
 
-DECODED_GIB = 4.0
-"""Larger sets of decoded images are not cached."""
-
 _BYTES_AT_ONCE = 2**24
 
 Record = dict[str, Any]
@@ -141,13 +138,8 @@ def download_folder() -> Path:
     return Path(os.environ.get("STOP_MIM_DATA") or "~/.cache/stop-mim/data").expanduser()
 
 
-def decoded_limit() -> int:
-    """Return the largest set of decoded images that is cached, in bytes: $STOP_MIM_DECODED_GIB or 4 GiB; 0 is none."""
-    return gib_from("STOP_MIM_DECODED_GIB", DECODED_GIB)
-
-
 def gib_from(variable: str, default: float) -> int:
-    """Return the bytes that an environment variable gives as a number of GiB."""
+    """Return a limit in bytes that an environment variable gives in GiB; 0 keeps nothing."""
     given = os.environ.get(variable) or str(default)
     try:
         limit = float(given)

@@ -1,12 +1,13 @@
-"""Files that hold many images each, at paths or at URLs (http, s3, gs and whatever else fsspec knows).
+"""Files that hold many images each, at paths or at URLs (http, s3, gs and others that fsspec knows).
 
-A file at a URL is fetched whole into a bounded part of the cache when one of its images is asked for; the files that were
-not used for longest go first.
+A file at a URL is fetched as a whole into a bounded part of the cache when one of its images is needed; the least recently
+used files are removed first.
 """
 
 import errno
 import glob
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -16,18 +17,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Int
 
 from stop_mim.data.cache import cached_file, gib_from, record_path
-from stop_mim.data.image_source import ImageSource, changed, digest
+from stop_mim.data.decode import BadImage
+from stop_mim.data.image_source import ImageSource, Labels, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
-from stop_mim.files import require_regular
 
 REMOTE_GIB = 50.0
 """Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
 BLOCKS_KEPT = 2 * BLOCKS_TOGETHER + BLOCKS_AHEAD
-"""Files that are kept whatever their size: those in use, those fetched ahead, and some more."""
+"""Files that are always kept: the ones in use, the ones fetched ahead, and some more."""
 ATTEMPTS = 4
 # What a store calls the version of a file; the first that it has.
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
@@ -59,7 +59,7 @@ class DataFile:
         return is_url(self.name)
 
     def identity(self, samples: int = 0, times: bool = True) -> Iterator[object]:
-        """Yield name, size, version (of a local file: if `times` is set) and bytes from so many places of a local file."""
+        """Yield name, size, version (of a local file: if `times`) and the bytes at `samples` places of a local file."""
         yield from (os.path.basename(self.name), self.size)
         if times or self.is_remote:
             yield self.version
@@ -91,10 +91,8 @@ class DataFile:
             attempted(self.name, partial(write, draft))
             self.require_unchanged()
 
-        name = (
-            f"{'remote' if self.is_remote else 'arrow'}/{digest([self.name, *self.identity(SAMPLES_A_FILE)])}{ending}"
-        )
-        file = cached_file(name, convert, checked=False)
+        folder, key = "remote" if self.is_remote else "arrow", digest([self.name, *self.identity(SAMPLES_A_FILE)])
+        file = cached_file(f"{folder}/{key}{ending}", convert, checked=False)
         if self.is_remote:
             with suppress(FileNotFoundError):
                 os.utime(file.path)
@@ -120,7 +118,7 @@ class FilesSource(ImageSource):
         name: str,
         files: Sequence[DataFile],
         counts: Sequence[int],
-        labels: dict[str, np.ndarray] | None = None,
+        labels: Labels,
         class_names: tuple[str, ...] = (),
     ) -> None:
         super().__init__(name, labels, class_names)
@@ -135,10 +133,6 @@ class FilesSource(ImageSource):
         file = int(np.searchsorted(self._ends, index, side="right"))
         return file, index - (int(self._ends[file - 1]) if file else 0)
 
-    def files_of(self, indices: Int[np.ndarray, " n"]) -> list[int]:
-        """Return the numbers of the files that hold these images."""
-        return np.unique(np.searchsorted(self._ends, indices, side="right")).tolist()
-
     def fingerprint(self) -> str:
         return self._digest(times=True)
 
@@ -151,7 +145,7 @@ class FilesSource(ImageSource):
 
 
 def matching_paths(pattern: str) -> list[str]:
-    """Return the file of this path, or those that a glob matches."""
+    """Return the file of this path, or the files that match a glob."""
     path = os.path.expanduser(pattern)
     return [path] if os.path.isfile(path) else sorted(glob.glob(path))
 
@@ -177,16 +171,57 @@ def _expanded(pattern: str) -> list[str]:
 def found_file(name: str) -> DataFile:
     """Return the file of this path or URL as it is now."""
     if not is_url(name):
-        require_regular(Path(name))
-        try:
-            state = os.stat(name)
-        except FileNotFoundError as error:
-            raise changed(name, "disappeared") from error
-        return DataFile(name, state.st_size, str(state.st_mtime_ns))
+        size, modified = file_state(name)
+        if size < 0:
+            raise changed(name, "disappeared")
+        return DataFile(name, size, str(modified))
     system, path = _file_system(name)
     info = attempted(name, lambda: system.info(path))
     version = next((str(info[key]) for key in VERSIONS if info.get(key) is not None), "")
     return DataFile(name, info.get("size"), version)
+
+
+def file_state(path: Path | str) -> tuple[int, int]:
+    """Return a file's size and time of change; (-1, -1) if it cannot be found. A pipe or a device is an InputError."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return -1, -1
+    if not stat.S_ISREG(state.st_mode):
+        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
+    return state.st_size, state.st_mtime_ns
+
+
+def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:
+    """Return bytes of a file; raise BadImage of that name, or InputError if the file is not what it was before.
+
+    Args:
+        path: the file.
+        name: of the image in it.
+        before: the state of the file when the data were opened; None if it may change.
+        offset: of the first byte.
+        size: number of bytes; default: all.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            content = file.read(size)
+            # After the bytes were read, so that a file that is being written is noticed too.
+            state = os.fstat(file.fileno())
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and before not in (None, (-1, -1)):
+            raise changed(path, "disappeared") from error
+        raise BadImage(name, error.strerror or str(error)) from error
+    if before not in (None, (state.st_size, state.st_mtime_ns)):
+        raise changed(path)
+    return content
+
+
+def changed(file: object, how: str = "changed") -> InputError:
+    """Return the error for a file that is no longer what it was when the data were opened."""
+    return InputError(
+        f"{file} has {how} since the data were opened: restore it and resume the run, or start a new one."
+    )
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -227,11 +262,11 @@ def attempted(name: str, work: Callable[[], Result]) -> Result:
 
 
 def _forget_oldest(folder: Path) -> None:
-    """Remove the files that were not used for longest, beyond the limit; those in use together always stay."""
+    """Remove the least recently used files above the limit; BLOCKS_KEPT files always stay."""
     limit, total = gib_from("STOP_MIM_REMOTE_GIB", REMOTE_GIB), 0
     states = []
     for path in folder.iterdir():
-        # Another thread or process may remove files meanwhile.
+        # Another thread or process may remove files at the same time.
         with suppress(FileNotFoundError):
             if path.suffix != ".json" and path.name[0] != ".":
                 states.append((path, path.stat()))

@@ -11,8 +11,9 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -40,17 +41,9 @@ GPU_PIXELS_AT_ONCE = 2**24
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _PILLOW_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _AS_RGB = 3  # torchvision's ImageReadMode.RGB
-_AS_STORED: tuple[bool, tuple[int, ...]] = (False, ())
-# EXIF orientation: whether height and width are exchanged, and which dimensions are flipped after that.
-_ORIENTATIONS: dict[int, tuple[bool, tuple[int, ...]]] = {
-    2: (False, (1,)),
-    3: (False, (0, 1)),
-    4: (False, (0,)),
-    5: (True, ()),
-    6: (True, (1,)),
-    7: (True, (0, 1)),
-    8: (True, (0,)),
-}
+# EXIF orientations whose height and width are exchanged, and the dimensions that are flipped after that.
+_EXCHANGED = (5, 6, 7, 8)
+_FLIPPED = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}
 # JPEG: baseline, extended and progressive frames with Huffman codes; all other frames are rare or lossless.
 _USUAL_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 _SEGMENTS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})
@@ -80,19 +73,15 @@ def decode_image(encoded: bytes, name: str) -> UInt8[Tensor, "3 height width"]:
     return OpenedImage.of(encoded, name).decode().permute(2, 0, 1).contiguous()
 
 
+@dataclass(frozen=True, eq=False)
 class OpenedImage:
     """An image whose size is known: a usual JPEG that is not decoded yet, or pixels."""
 
-    def __init__(
-        self,
-        pixels: UInt8[Tensor, "height width 3"] | None,
-        size: tuple[int, int],
-        encoded: bytes = b"",
-        name: str = "",
-        components: int = 0,
-    ) -> None:
-        self.size, self.encoded, self.name, self.components = size, encoded, name, components
-        self._pixels = pixels
+    pixels: UInt8[Tensor, "height width 3"] | None
+    size: tuple[int, int]
+    encoded: bytes = b""
+    name: str = ""
+    components: int = 0
 
     @classmethod
     def of(cls, encoded: bytes, name: str) -> "OpenedImage":
@@ -103,9 +92,7 @@ class OpenedImage:
     def of_jpeg(cls, encoded: bytes, name: str) -> "OpenedImage | None":
         """Open a usual JPEG; None for other images."""
         header = jpeg_header(encoded)
-        if header is None:
-            return None
-        return cls(None, (header.height, header.width), encoded, name, header.components)
+        return None if header is None else cls(None, header[:2], encoded, name, components=header[2])
 
     @classmethod
     def of_pixels(cls, pixels: UInt8[Tensor, "height width 3"]) -> "OpenedImage":
@@ -120,10 +107,10 @@ class OpenedImage:
 
     def decode(self) -> UInt8[Tensor, "height width 3"]:
         """Return the whole image; raises BadImage."""
-        if self._pixels is None:
-            quick = _decode_usual_jpeg(self.encoded)
-            return _decode_with_pillow(self.encoded, self.name) if quick is None else quick
-        return self._pixels
+        if self.pixels is not None:
+            return self.pixels
+        quick = _decode_usual_jpeg(self.encoded)
+        return _decode_with_pillow(self.encoded, self.name) if quick is None else quick
 
     def decode_part(self, box: Box, size: tuple[int, int]) -> tuple[UInt8[Tensor, "height width 3"], Box]:
         """Return pixels, and the box in them, for a box that will be resized to `size`; raises BadImage.
@@ -132,21 +119,17 @@ class OpenedImage:
         of its size, which is quicker. libjpeg shrinks it and it is resized with antialiasing from there: the finest
         details differ a little, and the box is rounded to pixels of the shrunken image.
         """
-        for shrink in SHRINKS if self._pixels is None else ():
+        for shrink in SHRINKS if self.pixels is None else ():
             if box[2] >= shrink * size[0] and box[3] >= shrink * size[1]:
                 pixels = _decode_shrunk_jpeg(self.encoded, self.name, shrink)
-                return pixels, _scaled(box, pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1])
+                rows, columns = pixels.shape[0] / self.size[0], pixels.shape[1] / self.size[1]
+                top, left = round(box[0] * rows), round(box[1] * columns)
+                bottom, right = round((box[0] + box[2]) * rows), round((box[1] + box[3]) * columns)
+                return pixels, (top, left, bottom - top, right - left)
         pixels = self.decode()
         if tuple(pixels.shape[:2]) != self.size:
             raise BadImage(self.name, "its size is not that of its header")
         return pixels, box
-
-
-def _scaled(box: Box, rows: float, columns: float) -> Box:
-    top, left, height, width = box
-    ends = round((top + height) * rows), round((left + width) * columns)
-    top, left = round(top * rows), round(left * columns)
-    return top, left, ends[0] - top, ends[1] - left
 
 
 def cut(
@@ -164,7 +147,7 @@ def image_size(encoded: bytes | io.BufferedReader, name: str) -> tuple[int, int]
     """Return (height, width) of the upright image, from the header alone."""
     with _failures_as_bad_image(name):
         image = _open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
-        exchanged, _ = _ORIENTATIONS.get(_orientation(image), _AS_STORED)
+        exchanged = _orientation(image) in _EXCHANGED
         return (image.width, image.height) if exchanged else (image.height, image.width)
 
 
@@ -175,7 +158,7 @@ def rgb_pixels(image: PIL.Image.Image) -> UInt8[Tensor, "3 height width"]:
 
 def quieten_pillow() -> None:
     """Ignore the warnings of Pillow from now on: what they say becomes a BadImage or does not matter."""
-    # A lasting filter, since catch_warnings leaves the filters in disorder when several threads decode.
+    # A permanent filter: catch_warnings is not thread-safe.
     if _PILLOW_WARNINGS not in warnings.filters:
         warnings.filterwarnings("ignore", module=_PILLOW_WARNINGS[3].pattern)
 
@@ -184,10 +167,9 @@ def _decode_with_pillow(encoded: bytes, name: str) -> UInt8[Tensor, "height widt
     with _failures_as_bad_image(name):
         image = _open(io.BytesIO(encoded))
         check_pixels(image.height, image.width)
-        exchanged, flipped = _ORIENTATIONS.get(_orientation(image), _AS_STORED)
-        pixels = _interleaved(image)
-        pixels = pixels.transpose(0, 1) if exchanged else pixels
-        return pixels.flip(flipped) if flipped else pixels
+        orientation, pixels = _orientation(image), _interleaved(image)
+        pixels = pixels.transpose(0, 1) if orientation in _EXCHANGED else pixels
+        return pixels.flip(_FLIPPED[orientation]) if orientation in _FLIPPED else pixels
 
 
 def check_pixels(height: int, width: int) -> None:
@@ -259,18 +241,10 @@ def _exif_orientation(encoded_exif: bytes | None) -> int:
         return 1  # A broken note on the image does not make a bad image.
 
 
-class JpegHeader(NamedTuple):
-    """The size of a usual, upright JPEG, and its number of components: 1 is grey, 3 is colour."""
+def jpeg_header(encoded: bytes) -> tuple[int, int, int] | None:
+    """Return (height, width, components) of a usual JPEG; None for what Pillow has to decode, damaged files included.
 
-    height: int
-    width: int
-    components: int
-
-
-def jpeg_header(encoded: bytes) -> JpegHeader | None:
-    """Return the header of a usual JPEG; None for everything that Pillow has to decode, damaged files included.
-
-    Usual means Huffman-coded with eight bits a sample, one or three components, and upright.
+    Usual means Huffman-coded with eight bits a sample, one component (grey) or three (colour), and upright.
     """
     if not encoded.startswith(b"\xff\xd8"):
         return None
@@ -282,7 +256,7 @@ def jpeg_header(encoded: bytes) -> JpegHeader | None:
         if marker in _USUAL_FRAMES:
             bits, height, width, components = struct.unpack_from(">BHHB", encoded, place + 4)
             usual = bits == 8 and components in (1, 3) and 0 < height * width <= MAX_PIXELS
-            return JpegHeader(height, width, components) if usual and _exif_orientation(exif) == 1 else None
+            return (height, width, components) if usual and _exif_orientation(exif) == 1 else None
         if marker not in _SEGMENTS:
             return None
         length = int.from_bytes(encoded[place + 2 : place + 4], "big")
@@ -350,7 +324,7 @@ def gpu_obstacle(device: torch.device) -> str:
 
 
 def decode_on_gpu(decoder: GpuDecoder, images: Sequence[OpenedImage]) -> list[Tensor | None]:
-    """Decode JPEGs; None for those that fail, which are found by halving the list."""
+    """Decode JPEGs; None for each failure. Failures are found by halving the list."""
     try:
         decoded = decoder([_as_tensor(image.encoded) for image in images])
     except RuntimeError:
@@ -380,7 +354,7 @@ def bounded_groups(areas: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
 def cut_each(
     images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[int, int], interpolation: Interpolation = "bilinear"
 ) -> UInt8[Tensor, "batch 3 height width"]:
-    """Cut a box out of each image, whatever its size, and resize it with antialiasing, on the images' device."""
+    """Cut a box out of each image and resize it with antialiasing, on the images' device; image sizes may differ."""
     crops = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=images[0].device)
     for group in bounded_groups([(box[2], box[3]) for box in boxes]):
         stacked, inside = _stack([images[place] for place in group], [boxes[place] for place in group])

@@ -1,10 +1,8 @@
-"""The base class of all datasets of images."""
+"""The base class of all datasets of images, and the record of images that cannot be read."""
 
 import hashlib
-import os
-import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,39 +10,44 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 
 from stop_mim.data.decode import BadImage, OpenedImage, decode_image, image_size
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, printable
+from stop_mim.files import append_line
+
+Labels = dict[str, np.ndarray]
+"""A label of each image, by the name of the label: "class", or "count" and "distance"."""
 
 SIZES_LOOKED_AT = 256
+MAX_BAD_FRACTION = 0.01
+SHOWN_ONE_BY_ONE = 5
+UNREAD_PHOTOS = frozenset({".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".nef", ".arw"})
+"""Extensions of photographs that cannot be read."""
 
 
 class ImageSource(ABC):
     """Images by index, with labels for all of them or for none; can be pickled.
 
-    A subclass defines `encoded` if its images are stored in a file format, otherwise `read` and `size`.
+    A subclass defines `encoded` if its images are stored in a file format, otherwise `read`.
     """
 
     layout = ""
     """Name of the published layout that the data have, such as "places205"; "" if none."""
     ignored: Mapping[str, int] = {}
-    """What was left out: how many files there are of each extension that is no image's, or of another kind in words."""
+    """What was left out: the number of files by extension, or by a description."""
     blocks: Int[np.ndarray, " blocks"] | None = None
-    """The end of each part that is fetched as a whole, where images are far away; None if any image can be read at once."""
+    """The end of each block that is fetched as a whole, for remote images; None if any image can be read directly."""
     no_labels = ""
     """Why the images have no labels, where that needs a reason."""
 
-    def __init__(
-        self, name: str, labels: dict[str, np.ndarray] | None = None, class_names: tuple[str, ...] = ()
-    ) -> None:
-        self.name = name
-        self.labels: dict[str, np.ndarray] = labels or {}
-        self.class_names = class_names
+    def __init__(self, name: str, labels: Labels | None = None, class_names: tuple[str, ...] = ()) -> None:
+        self.name, self.class_names = name, class_names
+        self.labels: Labels = labels or {}
 
     @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def describe(self, index: int) -> str:
         """Where the image is stored, for a list of bad images."""
+        return f"{self.name}#{index}"
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -58,8 +61,8 @@ class ImageSource(ABC):
         """The name of the image in lists of images: its file's name where it has one, with / between folders."""
         return str(index)
 
-    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        """Bring the blocks of these images near, ahead of their use."""
+    def fetch(self, block: int) -> object:
+        """Fetch a block ahead of its use."""
         return None
 
     def encoded(self, index: int) -> bytes | None:
@@ -68,18 +71,24 @@ class ImageSource(ABC):
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
         """The image as RGB; raises BadImage."""
-        return decode_image(self._checked(index), self.describe(index))
+        self.check_index(index)
+        return decode_image(self.encoded(index) or b"", self.describe(index))
 
     def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
-        """The image, or the first good one after it, for people to look at: what is drawn is drawn with that side."""
+        """The image, or the first good one after it, for figures; synthetic images are rendered with that side."""
         return read_or_next(self, index)[0]
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
-        return image_size(self._checked(index), self.describe(index))
+        self.check_index(index)
+        encoded = self.encoded(index)
+        if encoded is None:
+            _, height, width = self.read(index).shape
+            return height, width
+        return image_size(encoded, self.describe(index))
 
     def open(self, index: int) -> OpenedImage:
-        """The image with its size, decoded only if need be; raises BadImage."""
+        """The image with its size, not yet decoded if it is a usual JPEG; raises BadImage."""
         encoded = self.encoded(index)
         if encoded is None:
             return OpenedImage.of_pixels(self.read(index).permute(1, 2, 0))
@@ -94,10 +103,6 @@ class ImageSource(ABC):
         if not 0 <= index < len(self):
             raise IndexError(f"{self.name} has {len(self)} images, and no image {index}")
 
-    def _checked(self, index: int) -> bytes:
-        self.check_index(index)
-        return self.encoded(index) or b""
-
 
 def first_good(source: ImageSource, index: int) -> tuple[OpenedImage, list[str]]:
     """Return the image, or the first good one after it, decoded, with the descriptions of the bad ones."""
@@ -108,7 +113,12 @@ def first_good(source: ImageSource, index: int) -> tuple[OpenedImage, list[str]]
             return OpenedImage.of_pixels(opened.decode()), bad
         except BadImage as error:
             bad.append(str(error))
-    raise InputError(f"None of the {len(source)} images of '{source.name}' can be read: check the data.")
+    raise no_good_images(source.name, len(source))
+
+
+def no_good_images(name: str, count: int) -> InputError:
+    """Return the error for a dataset of which no image can be read."""
+    return InputError(f"None of the {count} images of '{name}' can be read: check the data.")
 
 
 def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 height width"], list[str]]:
@@ -118,10 +128,7 @@ def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 heig
 
 
 def common_size(source: ImageSource, images: np.ndarray | None = None) -> tuple[int, int] | None:
-    """Return the size of all images (or of some), judged by up to 256 evenly spread ones.
-
-    None if sizes differ, or if the images are far away.
-    """
+    """Return the size of all images (or of some), judged by up to 256 of them; None if sizes differ or images are remote."""
     if source.blocks is not None:
         return None
     numbers = np.arange(len(source)) if images is None else images
@@ -136,54 +143,72 @@ def common_size(source: ImageSource, images: np.ndarray | None = None) -> tuple[
     return sizes.pop() if sizes else None
 
 
-def class_labels(classes: np.ndarray | None) -> dict[str, np.ndarray]:
+def class_labels(classes: np.ndarray | None) -> Labels:
     """Return the labels of a classification set; {} where an image has none (-1), as in the test splits of challenges."""
     if classes is None or not len(classes) or (classes < 0).any():
         return {}
     return {"class": classes.astype(np.int64)}
 
 
-def file_state(path: Path | str) -> tuple[int, int]:
-    """Return a file's size and time of change; (-1, -1) if it cannot be found. A pipe or a device is an InputError."""
-    try:
-        state = os.stat(path)
-    except OSError:
-        return -1, -1
-    if not stat.S_ISREG(state.st_mode):
-        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
-    return state.st_size, state.st_mtime_ns
-
-
-def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:
-    """Return bytes of a file; raise BadImage of that name, or InputError if the file is not what it was before.
+class BadImages:
+    """The bad images of a dataset, by description; the list in `file` is continued on resume.
 
     Args:
-        path: the file.
-        name: of the image in it.
-        before: the state of the file when the data were opened; None if it may change.
-        offset: of the first byte.
-        size: number of bytes; default: all.
+        source_name: the dataset.
+        total: its number of images.
+        file: the list of bad images, one a line.
+        max_fraction: the fraction of bad images above which they are taken for a mistake; default: 1%.
+        show: shows a message for each of the first bad images.
     """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            content = file.read(size)
-            # After the bytes were read, so that a file that is being written is noticed too.
-            state = os.fstat(file.fileno())
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) and before not in (None, (-1, -1)):
-            raise changed(path, "disappeared") from error
-        raise BadImage(name, error.strerror or str(error)) from error
-    if before not in (None, (state.st_size, state.st_mtime_ns)):
-        raise changed(path)
-    return content
+
+    def __init__(
+        self,
+        source_name: str,
+        total: int,
+        file: Path | None = None,
+        max_fraction: float | None = None,
+        show: Callable[[str], None] | None = None,
+    ) -> None:
+        self.source_name, self.total, self.file, self.show = source_name, total, file, show
+        self.max_fraction = MAX_BAD_FRACTION if max_fraction is None else max_fraction
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self._known = set(lines)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, description: str) -> None:
+        """Add an image, unless it is known; raise InputError if there are too many."""
+        line = printable(" ".join(description.split()))
+        listed = f" (listed in {self.file})" if self.file is not None else ""
+        if line not in self._known:
+            self._known.add(line)
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                append_line(self.file, line)
+            if self.show is not None and len(self._known) <= SHOWN_ONE_BY_ONE:
+                more = f"; more are not shown{listed}" if len(self._known) == SHOWN_ONE_BY_ONE else ""
+                self.show(f"skipped    {line}{more}")
+        if len(self._known) > self.max_fraction * self.total:
+            enough = min(100, 100 * len(self._known) // self.total + 1)
+            raise InputError(
+                f"{len(self._known)} of the {self.total} images of '{self.source_name}' cannot be used{listed}, such as "
+                f"{line}: more than {100 * self.max_fraction:g}% is taken for a mistake; repair or remove them, or start "
+                f"a run that allows more with --max-bad {enough}%."
+            )
 
 
-def changed(file: object, how: str = "changed") -> InputError:
-    """Return the error for a file that is no longer what it was when the data were opened."""
-    return InputError(
-        f"{file} has {how} since the data were opened: restore it and resume the run, or start a new one."
-    )
+def skipped(unreadable: int, ignored: Mapping[str, int]) -> str:
+    """Return what was left out of a dataset, such as "1 unreadable; ignored: 2 .png.bak, 1 .txt"; "" if nothing was."""
+    kinds = sorted(ignored.items(), key=lambda kind: (-kind[1], kind[0]))
+    files = ", ".join(f"{count:,} {kind or 'without extension'}" for kind, count in kinds)
+    photos = " and ".join(kind for kind, _ in kinds if kind in UNREAD_PHOTOS)
+    parts = [
+        f"{unreadable:,} unreadable" if unreadable else "",
+        f"ignored: {files}" if files else "",
+        f"convert {photos} files to JPEG to use them" if photos else "",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def digest(parts: Iterable[object]) -> str:

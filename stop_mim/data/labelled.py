@@ -1,4 +1,4 @@
-"""Some images of a source with their classes: all, parts held out, a draw from each class, or those that a file lists."""
+"""Labelled subsets of a source: all images, a held-out part, a draw from each class, or a list in a file."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class LabelledSet:
         return self.labels[self.indices].astype(np.int64)
 
     def part(self, positions: np.ndarray) -> "LabelledSet":
-        """The images at these places of the set, as a set of their own."""
+        """The subset of the images at these positions of the set."""
         return replace(self, indices=self.indices[positions])
 
     def fingerprint(self) -> str:
@@ -151,7 +151,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _matches(line: str, names: dict[int, str]) -> list[int]:
-    """Return the indices of the whole name, or else of those that agree but for the extension and a part of the path."""
+    """Return the indices with exactly this name, or else with the same name up to extension and leading folders."""
     exact = [index for index, name in names.items() if name == line]
     return exact or [index for index, name in names.items() if _agree(_stem(name), _stem(line))]
 

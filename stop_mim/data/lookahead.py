@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def prefetched(items: Iterator[Item], device: torch.device, depth: int = 0) -> Generator[Item, None, None]:
-    """Yield the same items, made on a CUDA stream of their own while the consumer's stream works on earlier ones.
+    """Yield the same items, made on a separate CUDA stream while the consumer's stream works on earlier ones.
 
     The tensors of an item (in tuples, lists and dataclasses) are handed over to the stream that is current when it is
     taken. With a `depth`, a thread makes that many items before they are asked for.
@@ -82,8 +82,8 @@ def mapped(
 ) -> Generator[Result, None, None]:
     """Yield `work(request)` in the order of the requests, computed by processes; with 0 workers by this process.
 
-    At most `ahead` requests are taken before their turn. Each worker has a pipe of its own and takes every n-th request, so
-    that no lock is shared. Ctrl-C and other signals reach the whole process group: workers ignore them, and end when this
+    At most `ahead` requests are taken before their turn. Each worker has its own pipe and takes every n-th request, so that
+    no lock is shared. Ctrl-C and other signals reach the whole process group: workers ignore them, and end when this
     process closes the generator, exits or dies.
     """
     if not workers:

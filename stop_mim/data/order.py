@@ -19,7 +19,7 @@ class ShuffledOrder:
     """Every epoch is a new permutation of the images; each rank has its part of every batch.
 
     Args:
-        images: the number of images of the source, or the positions of those to visit.
+        images: the number of images of the source, or the positions of the images to visit.
         batch_size: images a batch on one rank.
         batches_per_step: batches that make one step (gradient accumulation); an epoch is a whole number of steps.
         drop_last: leave out the rest of an epoch. Otherwise the rest is the last batch; where it would leave a rank with

@@ -2,11 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torchvision.transforms.v2.functional import resize
 
-from stop_mim.data.cache import CacheError, Record, cached_file, decoded_limit
+from stop_mim.data.cache import CacheError, Record, cached_file, gib_from
 from stop_mim.data.decode import MAX_PIXELS, BadImage
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.lookahead import mapped
@@ -25,11 +24,19 @@ Progress = Callable[[int, int], None]
 VERSION = 2
 """Part of the cache's key: raise it when the same images would give other pixels."""
 LEAST_CACHED_BYTES = 2**24
-"""Smaller sets are decoded faster than a file is found worth it."""
+"""Smaller sets are not worth a file."""
+DECODED_GIB = 4.0
+"""Larger sets are not cached, unless STOP_MIM_DECODED_GIB allows it."""
 
 _BYTES_A_PIECE, _IMAGES_A_PIECE = 2**21, 256
 # A process takes as long to start as these take to decode.
 _PIXELS_A_WORKER = 2**23
+
+
+Bad = dict[int, str]
+"""Why an image cannot be read, by its index in the source."""
+Sizes = dict[int, tuple[int, int]]
+"""The (height, width) of an image that was squashed, by its index in the source."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +44,11 @@ class StoredImages:
     """Images of one size; the row of a bad one is black, and one that had another size is squashed."""
 
     pixels: UInt8[Tensor, "n 3 height width"]
-    bad: Mapping[int, str]
-    """Why an image cannot be read, by its index in the source."""
-    sizes: Mapping[int, tuple[int, int]]
-    """The size of a squashed image, by its index in the source."""
-    rows: Int[np.ndarray, " m"] | None = None
-    """The row of each image of the source; None where the rows are the images of the source."""
+    rows: Int[np.ndarray, " m"]
+    """The row of each image of the source."""
+    bad: Bad
+    sizes: Sizes
     from_cache: bool = False
-
-
-class _Piece(NamedTuple):
-    pixels: UInt8[np.ndarray, "n 3 height width"]
-    bad: dict[int, str]
-    sizes: dict[int, tuple[int, int]]
 
 
 def store_images(
@@ -63,7 +62,7 @@ def store_images(
     """Decode these images of a source to one size, through the cache where it holds at least half of the source."""
     stacked = source.stacked()
     if stacked is not None and tuple(stacked.shape[2:]) == size:
-        return StoredImages(stacked, {}, {})
+        return StoredImages(stacked, np.arange(len(source)), {}, {})
     if may_cache and is_cacheable(source, images, size):
         try:
             return _cached_images(source, size, workers, progress)
@@ -81,13 +80,14 @@ def store_images(
     bad, sizes = _decode(source, images, size, workers, progress, keep)
     rows = np.zeros(len(source), dtype=np.int64)
     rows[images] = np.arange(len(images))
-    return StoredImages(pixels, bad, sizes, rows)
+    return StoredImages(pixels, rows, bad, sizes)
 
 
 def is_cacheable(source: ImageSource, images: Int[np.ndarray, " k"], size: tuple[int, int]) -> bool:
     """Whether the decoded images belong in the cache: most of the source, neither too few bytes nor too many."""
     needed = 3 * len(source) * math.prod(size)
-    return 2 * len(images) >= len(source) and LEAST_CACHED_BYTES <= needed <= decoded_limit()
+    most = gib_from("STOP_MIM_DECODED_GIB", DECODED_GIB)
+    return 2 * len(images) >= len(source) and LEAST_CACHED_BYTES <= needed <= most
 
 
 def _decode(
@@ -97,38 +97,38 @@ def _decode(
     workers: int,
     progress: Progress | None,
     keep: Callable[[int, np.ndarray], object],
-) -> tuple[dict[int, str], dict[int, tuple[int, int]]]:
-    """Hand the pixels over in order, each piece with its start; return the bad images and the sizes of squashed ones."""
+) -> tuple[Bad, Sizes]:
+    """Pass the pixels to `keep` in order, each piece with its start; return the bad images and the sizes of squashed ones."""
     pixels = math.prod(size)
     at_a_time = max(1, min(_IMAGES_A_PIECE, _BYTES_A_PIECE // (3 * pixels)))
     pieces = (images[start : start + at_a_time].tolist() for start in range(0, len(images), at_a_time))
     workers = min(workers, len(images) * pixels // _PIXELS_A_WORKER)
-    bad: dict[int, str] = {}
-    sizes: dict[int, tuple[int, int]] = {}
+    bad: Bad = {}
+    sizes: Sizes = {}
     done = 0
-    for piece in mapped(partial(_decode_piece, source, size), pieces, workers, ahead=2 * workers):
-        keep(done, piece.pixels)
-        bad.update(piece.bad)
-        sizes.update(piece.sizes)
-        done += len(piece.pixels)
+    for piece, bad_there, sizes_there in mapped(partial(_decode_piece, source, size), pieces, workers, 2 * workers):
+        keep(done, piece)
+        bad |= bad_there
+        sizes |= sizes_there
+        done += len(piece)
         if progress is not None:
             progress(done, len(images))
     return bad, sizes
 
 
-def _decode_piece(source: ImageSource, size: tuple[int, int], images: Sequence[int]) -> _Piece:
-    piece = _Piece(np.zeros((len(images), 3, *size), dtype=np.uint8), {}, {})
+def _decode_piece(source: ImageSource, size: tuple[int, int], images: list[int]) -> tuple[np.ndarray, Bad, Sizes]:
+    pixels, bad, sizes = np.zeros((len(images), 3, *size), dtype=np.uint8), Bad(), Sizes()
     for place, index in enumerate(images):
         try:
             image = source.read(index)
         except BadImage as error:
-            piece.bad[index] = error.reason
+            bad[index] = error.reason
             continue
         if (found := (image.shape[1], image.shape[2])) != size:
-            piece.sizes[index] = found
+            sizes[index] = found
             image = resize(image, list(size), antialias=True)
-        piece.pixels[place] = image.numpy()
-    return piece
+        pixels[place] = image.numpy()
+    return pixels, bad, sizes
 
 
 def _cached_images(source: ImageSource, size: tuple[int, int], workers: int, progress: Progress | None) -> StoredImages:
@@ -154,7 +154,7 @@ def _cached_images(source: ImageSource, size: tuple[int, int], workers: int, pro
     pixels = torch.from_numpy(np.load(found.path, mmap_mode="c", allow_pickle=False))
     bad = {int(index): str(reason) for index, reason in found.record["bad"].items()}
     sizes = {int(index): (height, width) for index, (height, width) in found.record["sizes"].items()}
-    return StoredImages(pixels, bad, sizes, from_cache=not found.fresh)
+    return StoredImages(pixels, np.arange(len(source)), bad, sizes, from_cache=not found.fresh)
 
 
 def _is_readable(source: ImageSource, index: int) -> bool:

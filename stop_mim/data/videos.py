@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, check_pixels, decode_image, image_size, quieten_pillow
 from stop_mim.data.image_source import digest
-from stop_mim.data.scenes import RENDERER_VERSION, parse_options, render_video
 from stop_mim.data.sources.folder import sub_folders
+from stop_mim.data.sources.scenes import RENDERER_VERSION, parse_options, render_video
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import require_regular, write_atomically
 
@@ -46,12 +46,12 @@ class Video(ABC):
         """The frame as RGB."""
 
     @abstractmethod
+    def mask(self, index: int) -> UInt8[Tensor, "height width"] | None:
+        """The objects' numbers; None if the ground truth has no mask of this frame."""
+
     def has_mask(self, index: int) -> bool:
         """Whether the ground truth has a mask of this frame."""
-
-    @abstractmethod
-    def mask(self, index: int) -> UInt8[Tensor, "height width"] | None:
-        """The objects' numbers, or nothing where the ground truth has no mask."""
+        return self.mask(index) is not None
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -122,7 +122,9 @@ class FolderVideo(Video):
             return None
         path = self.mask_path(index)
         mask = read_mask(path, white=VOID if self._is_numbered else 1)
-        size = self._frame_size(index)
+        frame_path = self.frame_paths[index]
+        with _readable(frame_path), frame_path.open("rb") as file:
+            size = image_size(file, str(frame_path))
         if tuple(mask.shape) != size:
             raise InputError(
                 f"{path} has {mask.shape[1]}x{mask.shape[0]} pixels and its frame has {size[1]}x{size[0]}: give masks of "
@@ -141,28 +143,19 @@ class FolderVideo(Video):
         first = read_mask(self.mask_path(0), white=VOID)
         return bool(((first != 0) & (first != VOID)).any())
 
-    def _frame_size(self, index: int) -> tuple[int, int]:
-        path = self.frame_paths[index]
-        with _readable(path), path.open("rb") as file:
-            return image_size(file, str(path))
-
 
 class SceneClip(Video):
     """One drawn clip, rendered when it is first looked at."""
 
     def __init__(self, index: int, frames: int, size: int, seed: int) -> None:
         self.name = f"scene-{index:03d}"
-        self._frames = frames
         self._arguments = (index, frames, size, seed)
 
     def __len__(self) -> int:
-        return self._frames
+        return self._arguments[1]
 
     def frame(self, index: int) -> UInt8[Tensor, "3 height width"]:
         return self._clip[0][index]
-
-    def has_mask(self, index: int) -> bool:
-        return True
 
     def mask(self, index: int) -> UInt8[Tensor, "height width"]:
         return self._clip[1][index]
@@ -178,9 +171,9 @@ class SceneClip(Video):
 def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> list[Video]:
     """The videos of a folder in DAVIS's layout, or scenes[:count=…,size=…,frames=…,seed=…].
 
-    A folder's ImageSets choose the sequences of the split, those of 2017 before those of 2016 (split="2016/val" names one);
-    without such lists all sequences are taken. Drawn clips are the same for each split, since nothing is trained on them.
-    If frames are neither needed nor there, the masks stand for them.
+    A folder's ImageSets list the sequences of the split, with the list of 2017 before that of 2016 (split="2016/val" selects
+    one); without lists all sequences are used. Clips of scenes are the same for each split: nothing is trained on them. If
+    frames are neither needed nor there, the masks are used as frames.
     """
     kind, _, options = name.partition(":")
     if kind == "scenes":

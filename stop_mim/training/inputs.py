@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from stop_mim.data.augment import RandomCrop
-from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batch, Batches, Placement
-from stop_mim.data.image_source import ImageSource
+from stop_mim.data.image_source import BadImages, ImageSource
 from stop_mim.data.lookahead import prefetched
 from stop_mim.data.order import Order, ShuffledOrder
 from stop_mim.data.sources import open_source

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from stop_mim.data.bad_images import skipped
+from stop_mim.data.image_source import skipped
 from stop_mim.errors import InputError, printable
 from stop_mim.files import append_line, locked, remove_temporaries, require_regular, write_atomically
 from stop_mim.models.encoder import ENCODER_FILE

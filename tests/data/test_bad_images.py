@@ -2,7 +2,7 @@
 
 import pytest
 
-from stop_mim.data.bad_images import SHOWN_ONE_BY_ONE, BadImages, skipped
+from stop_mim.data.image_source import SHOWN_ONE_BY_ONE, BadImages, skipped
 from stop_mim.errors import InputError
 
 
@@ -27,19 +27,17 @@ def test_control_characters_of_a_name_reach_neither_the_list_nor_the_screen(tmp_
     assert "\x1b" not in shown[0]
 
 
-@pytest.mark.parametrize("file_name", ["bad.txt", None])
-def test_more_than_one_in_a_hundred_is_refused(tmp_path, file_name):
-    file = None if file_name is None else tmp_path / file_name
-    bad = BadImages("photos", 200, file)
-    bad.add("a.png: truncated")
-    bad.add("b.png: truncated")
-    with pytest.raises(InputError, match=r"3 of the 200 images of 'photos' .*c\.png: empty") as error:
-        bad.add("c.png: empty")
-    assert (str(file) in str(error.value)) == (file is not None)
-    if file is not None:
-        # Too many stay too many after a resume.
-        with pytest.raises(InputError, match="3 of the 200"):
-            BadImages("photos", 200, file).add("a.png: truncated")
+def test_more_than_one_in_a_hundred_is_refused(tmp_path):
+    file = tmp_path / "bad.txt"
+    for bad in (BadImages("photos", 200), BadImages("photos", 200, file)):
+        bad.add("a.png: truncated")
+        bad.add("b.png: truncated")
+        with pytest.raises(InputError, match=r"3 of the 200 images of 'photos' .*c\.png: empty") as error:
+            bad.add("c.png: empty")
+    assert str(file) in str(error.value)
+    # Too many stay too many after a resume.
+    with pytest.raises(InputError, match="3 of the 200"):
+        BadImages("photos", 200, file).add("a.png: truncated")
 
 
 def test_more_are_allowed_on_request_and_the_first_ones_are_shown():

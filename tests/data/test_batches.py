@@ -1,10 +1,6 @@
 """`Batches`: the same images whatever the placement, labels of the images that are shown, and bad images."""
 
 import itertools
-import multiprocessing
-import os
-import signal
-import time
 from contextlib import closing
 
 import numpy as np
@@ -18,10 +14,9 @@ from stop_mim.data import batches as batches_module
 from stop_mim.data import decode as decode_module
 from stop_mim.data import image_source
 from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView, WholeImage
-from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batches, Placement, _GpuDecoded, resident_budget
 from stop_mim.data.decode import decode_image, gpu_obstacle
-from stop_mim.data.image_source import read_or_next
+from stop_mim.data.image_source import BadImages, read_or_next
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
@@ -91,17 +86,6 @@ def test_seed_epoch_and_image_decide_what_is_shown_whoever_reads_it(tmp_path, si
     assert torch.stack([(other[0, index] - whole[0, index]).abs().mean() for index in range(40)]).min() > 0.01
 
 
-def test_batches_hold_the_images_of_the_order_normalised_and_leave_the_global_generator_alone():
-    source, state = Painted(sizes=((16, 16),)), torch.get_rng_state()
-    for mode, workers in WAYS:
-        batches = make(source, mode, workers, config=PLAIN)
-        for number, batch in enumerate(take(batches, 6)):
-            assert batch.indices.equal(batches.order.indices(number))
-            expected = torch.stack([source.read(index) for index in batch.indices.tolist()])
-            torch.testing.assert_close(bytes_of(batch.images), expected.float(), atol=0.01, rtol=0)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_batches_stay_as_they_are_when_their_memory_is_filled_again(tmp_path, monkeypatch):
     monkeypatch.setattr(batches_module, "PIECE", 3)
     source = open_source(str(write_pictures(tmp_path / "set", sizes=((24, 24), (20, 40)), kinds=("jpg",))))
@@ -112,16 +96,9 @@ def test_batches_stay_as_they_are_when_their_memory_is_filled_again(tmp_path, mo
 @pytest.mark.parametrize(("mode", "workers"), WAYS)
 @pytest.mark.parametrize("view", [RandomCrop, WholeImage])
 def test_the_label_is_that_of_the_image_that_is_shown_and_bad_images_are_left_out(mode, workers, view):
-    source = Painted(bad=BAD)
-    order = ShuffledOrder(COUNT, 8, drop_last=False)
-    batches = make(
-        source,
-        mode,
-        workers,
-        order,
-        view=view(AugmentConfig((0.2, 1.0), flip_probability=0.5), (8, 8)),
-        labels=source.classes,
-    )
+    source, order, state = Painted(bad=BAD), ShuffledOrder(COUNT, 8, drop_last=False), torch.get_rng_state()
+    shown_as = view(AugmentConfig((0.2, 1.0), flip_probability=0.5), (8, 8))
+    batches = make(source, mode, workers, order, view=shown_as, labels=source.classes)
     for epoch in (0, 1):
         seen = take(batches, order.batches_per_epoch, epoch * order.batches_per_epoch)
         for batch in seen:
@@ -131,6 +108,7 @@ def test_the_label_is_that_of_the_image_that_is_shown_and_bad_images_are_left_ou
         shown = sorted(index for batch in seen for index in batch.indices.tolist())
         assert shown == [index for index in range(COUNT) if index not in BAD]
     assert len(batches.bad_images) == len(BAD)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
 
 
 @pytest.mark.parametrize(("mode", "workers"), WAYS)
@@ -164,7 +142,7 @@ def test_too_many_bad_images_are_refused(mode, workers):
     with pytest.raises(InputError, match="2 of the 100 images of 'painted'"):
         take(make(source, mode, workers, lenient=False, replace_bad=True), 12)
     with pytest.raises(InputError, match="None of the 4 images"):
-        take(make(Painted(4, bad=range(4)), "streaming", workers, ShuffledOrder(4, 4), replace_bad=True), 1)
+        take(make(Painted(4, bad=range(4)), mode, workers, ShuffledOrder(4, 4), replace_bad=True), 1)
 
 
 def test_a_batch_of_bad_images_alone_is_empty():
@@ -177,7 +155,11 @@ def test_a_batch_of_bad_images_alone_is_empty():
 def test_only_the_images_of_the_order_are_read_and_resident_ones_once(mode):
     source, images = Painted(), np.array([50, 3, 4, 29, 11, 30, 58])
     order = ShuffledOrder(images, 3, drop_last=False)
-    for batch in take(make(source, mode, order=order, config=AugmentConfig()), 3 * order.batches_per_epoch):
+    batches = make(source, mode, order=order, config=AugmentConfig())
+    take(batches, 1)
+    # Streamed images are read as they are taken.
+    assert len(source.reads) == (3 if mode == "streaming" else len(images))
+    for batch in take(batches, 3 * order.batches_per_epoch):
         assert read_colours(batch.images)[0] == batch.indices.tolist()
     assert set(source.reads) == set(images)
     assert mode == "streaming" or len(source.reads) == len(images)
@@ -196,14 +178,6 @@ def test_test_views_are_those_of_torchvision_bit_by_bit(resize_to, interpolation
     assert [batch.indices.tolist() for batch in found] == [[7, 5], [31, 2], [44]]
     for index, image in zip(images.tolist(), torch.cat([batch.images for batch in found]), strict=True):
         assert torch.equal((image * 255).round().to(torch.uint8), expected(source.read(index)))
-
-
-def test_streamed_images_are_read_as_they_are_taken():
-    source = Painted(250)
-    batches = make(source, "streaming", order=SequentialOrder(250, 50), view=TestView((8, 8)))
-    with closing(batches.starting_at()) as views:
-        next(views)
-        assert len(source.reads) == 50
 
 
 def test_crops_of_squashed_images_are_drawn_in_their_own_sizes():
@@ -255,69 +229,6 @@ def test_an_image_of_another_size_that_was_not_looked_at_is_squashed_but_never_f
     (scored,) = take(batches, 1)
     expected = Compose([Resize(18), CenterCrop(16)])(source.read(9)).float()
     torch.testing.assert_close(bytes_of(scored.images[9:])[0], expected, atol=0.01, rtol=0)
-
-
-class Failing(Painted):
-    """Breaks at one image."""
-
-    def __init__(self, break_down):
-        super().__init__(sizes=((10, 12), (12, 10)))
-        self.break_down = break_down
-
-    def read(self, index):
-        if index == 33:
-            self.break_down()
-        return super().read(index)
-
-
-def test_a_worker_that_fails_or_dies_is_one_sentence():
-    for break_down, message in (
-        (lambda: [][1], "IndexError: list index out of range"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "by signal 9"),
-        (lambda: os._exit(3), "with exit code 3"),
-    ):
-        with pytest.raises(InputError, match=message) as error:
-            take(make(Failing(break_down), "streaming", 2), 7)
-        assert "\n" not in str(error.value)
-
-
-def test_workers_end_with_a_program_that_is_killed():
-    reading, writing = os.pipe()
-    program = os.fork()
-    if not program:
-        try:
-            batches = make(Failing(lambda: 1 / 0), "streaming", 2).starting_at()
-            next(batches)
-            os.write(writing, " ".join(str(one.pid) for one in multiprocessing.active_children()).encode())
-            time.sleep(60)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    workers = [int(number) for number in os.read(reading, 100).split()]
-    try:
-        assert len(workers) == 2
-        # Ctrl-C and SIGTERM reach the workers too: the main process decides.
-        for worker in workers:
-            os.kill(worker, signal.SIGTERM)
-            os.kill(worker, signal.SIGINT)
-        time.sleep(0.2)
-        assert all(is_running(worker) for worker in workers)
-    finally:
-        os.kill(program, signal.SIGKILL)
-        os.waitpid(program, 0)
-        os.close(reading)
-    deadline = time.monotonic() + 30
-    while any(is_running(worker) for worker in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.gpu
@@ -440,10 +351,8 @@ def test_a_gpu_decodes_as_the_cpu_does_and_survives_all_kinds_of_files(jpegs):
     bad_images = BadImages("set", 10_000)
     batches = Batches(source, order, view, Placement("streaming", "gpu"), gpu, bad_images=bad_images, replace_bad=True)
     assert batches.choices == {"loader": "streaming", "decode": "gpu"}
-    expected, found = (
-        by_image(make(source, "streaming", config=AugmentConfig(), replace_bad=True), 6),
-        by_image(batches, 6),
-    )
+    expected = by_image(make(source, "streaming", config=AugmentConfig(), replace_bad=True), 6)
+    found = by_image(batches, 6)
     for key, image in expected.items():
         # Decoders interpolate colours differently, and what they make of a damaged file is their own affair.
         assert key[1] == 5 or (found[key].cpu() - image).abs().mean() < 0.1

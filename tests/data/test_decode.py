@@ -19,7 +19,6 @@ from stop_mim.data.augment import crop_boxes, draw
 from stop_mim.data.decode import (
     MAX_PIXELS,
     BadImage,
-    JpegHeader,
     OpenedImage,
     cut,
     cut_each,
@@ -41,6 +40,12 @@ def encode(image, kind, **options):
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def exif(orientation):
+    note = PIL.Image.Exif()
+    note[0x0112] = orientation
+    return note
 
 
 def as_tensor(image):
@@ -101,9 +106,7 @@ def test_sixteen_bits_keep_their_high_byte():
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", [1, 3, 5, 6, 8])
 def test_exif_orientation_is_applied(kind, orientation):
-    exif = PIL.Image.Exif()
-    exif[0x0112] = orientation
-    encoded = encode(picture(), kind, exif=exif)
+    encoded = encode(picture(), kind, exif=exif(orientation))
     expected = as_tensor(ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(encoded))))
     pixels = decode_image(encoded, "a")
     assert pixels.shape == expected.shape
@@ -167,12 +170,6 @@ def test_max_pixels_is_a_bound_that_may_be_reached(monkeypatch):
             decode_image(encoded, "a")
 
 
-def exif(orientation):
-    note = PIL.Image.Exif()
-    note[0x0112] = orientation
-    return note
-
-
 USUAL = {
     "full colour": encode(smooth(0, 45, 70), "JPEG", subsampling=0),
     "half colour": encode(smooth(0, 45, 70), "JPEG", subsampling=1),
@@ -210,7 +207,7 @@ def with_pillow(encoded, monkeypatch):
 @pytest.mark.parametrize("case", USUAL)
 def test_usual_jpegs_have_a_header_and_the_pixels_of_pillow(case, monkeypatch):
     encoded = USUAL[case]
-    assert jpeg_header(encoded) == JpegHeader(45, 70, 1 if case == "grey" else 3)
+    assert jpeg_header(encoded) == (45, 70, 1 if case == "grey" else 3)
     assert torch.equal(decode_image(encoded, "a"), with_pillow(encoded, monkeypatch))
 
 

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from written_images import encoded, one_sentence, shades, write, write_shard
+from written_images import assert_refused, encoded, one_sentence, shades, write, write_shard
 
 from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import absolute_name, open_source
@@ -89,12 +89,9 @@ def write_one_shard(path, shade):
 def test_unusable_folders_are_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "notes.txt").write_text("no image")
-    with pytest.raises(InputError, match=r"holds no images: .*jpeg, jpg") as error:
-        open_source(str(tmp_path))
-    one_sentence(error)
+    assert_refused(tmp_path, r"holds no images: .*jpeg, jpg")
     (tmp_path / "cat" / "a.HEIC").write_text("no image")
-    with pytest.raises(InputError, match=r"holds no images, but 1 \.heic: convert them to JPEG\."):
-        open_source(str(tmp_path))
+    assert_refused(tmp_path, r"holds no images, but 1 \.heic: convert them to JPEG\.")
 
 
 def test_images_at_the_top_and_below_are_read_without_labels_and_other_files_are_counted(tmp_path):
@@ -135,11 +132,9 @@ def test_split_folders(tmp_path):
     assert shades(test) == [3]
     assert test.labels["class"].tolist() == [1]
     assert test.image_name(0) == "bee/c.png"
-    with pytest.raises(InputError, match=r"no split 'dev': choose one of holiday, train, val\."):
-        open_source(str(tmp_path), "dev")
+    assert_refused(tmp_path, r"no split 'dev': choose one of holiday, train, val\.", "dev")
     write(tmp_path / "val" / "images" / "d.png", 4)
-    with pytest.raises(InputError, match="images is no class of the training split"):
-        open_source(str(tmp_path), "test")
+    assert_refused(tmp_path, "images is no class of the training split", "test")
 
 
 def test_train_may_be_a_class(tmp_path):

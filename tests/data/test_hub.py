@@ -4,11 +4,10 @@ import pickle
 
 import pyarrow as pa
 import pytest
-from written_images import encoded, one_sentence, shades, write
+from written_images import assert_refused, encoded, shades, write
 
 from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
-from stop_mim.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
@@ -66,8 +65,7 @@ def test_the_test_split_of_a_hub_set_falls_back_to_validation(hub):
     source = open_source("hf:owner/name", "test")
     assert [split for _, _, split in hub] == ["test", "validation"]
     assert source.describe(0) == "hf:owner/name[validation]#0"
-    with pytest.raises(InputError, match="Unknown split"):
-        open_source("hf:owner/name", "extra")
+    assert_refused("hf:owner/name", "Unknown split", "extra")
 
 
 @pytest.mark.usefixtures("hub")
@@ -80,6 +78,4 @@ def test_the_test_split_of_a_hub_set_falls_back_to_validation(hub):
 )
 def test_a_hub_set_that_cannot_be_loaded(monkeypatch, reachable, words):
     monkeypatch.setattr("stop_mim.hub.is_reachable", lambda: reachable)
-    with pytest.raises(InputError, match=words) as error:
-        open_source("hf:owner/other")
-    one_sentence(error)
+    assert_refused("hf:owner/other", words)

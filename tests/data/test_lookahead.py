@@ -1,5 +1,6 @@
 """Work that is done ahead: the same items in the same order, errors at their place, and an early end."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from stop_mim.data.lookahead import mapped, prefetched
+from stop_mim.errors import InputError
 
 CPU = torch.device("cpu")
 
@@ -84,20 +86,43 @@ def test_a_program_that_closes_nothing_ends_with_its_workers():
     assert ended.returncode == 3, ended.stderr
 
 
-def test_a_worker_whose_parent_is_killed_with_unread_results_ends_in_silence(capfd):
+def test_workers_ignore_signals_and_end_in_silence_with_a_parent_that_is_killed(capfd):
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        results = mapped(abs, range(9), workers=1, ahead=5)
-        next(results)
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            results = mapped(abs, range(9), workers=2, ahead=5)
+            next(results)
+            workers = multiprocessing.active_children()
+            # Ctrl-C and SIGTERM reach the workers too: the main process decides.
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGTERM)
+                os.kill(worker.pid, signal.SIGINT)
+            time.sleep(0.2)
+            os.write(writer, b"%d" % sum(worker.is_alive() for worker in workers))
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
     os.close(writer)
     os.waitpid(child, 0)
-    # The pipe ends when the worker, which has inherited it, has ended.
+    assert os.read(reader, 1) == b"2"
+    # The pipe ends when the workers, which have inherited it, have ended.
     assert os.read(reader, 1) == b""
     os.close(reader)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("break_down", "message"),
+    [
+        (lambda: [][1], "IndexError: list index out of range"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "by signal 9"),
+        (lambda: os._exit(3), "with exit code 3"),
+    ],
+)
+def test_a_worker_that_fails_or_dies_is_one_sentence(break_down, message):
+    with pytest.raises(InputError, match=message) as error:
+        list(mapped(lambda number: break_down() if number == 3 else number, range(7), workers=2, ahead=4))
+    assert "\n" not in str(error.value)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from written_images import encoded, one_sentence, shades, write_parquet, write_shard
+from written_images import assert_refused, encoded, one_sentence, shades, write_parquet, write_shard
 
 from stop_mim.data import batches, data_files, order
 from stop_mim.data.augment import AugmentConfig, RandomCrop
@@ -96,9 +96,7 @@ def test_shards_and_parquet_files_over_http(server, monkeypatch):
 def test_urls_that_cannot_be_read_are_one_sentence(server, name, words):
     url, folder = server
     (folder / "text.parquet").write_text("no table")
-    with pytest.raises(InputError, match=words) as error:
-        open_source(name.format(url))
-    one_sentence(error)
+    assert_refused(name.format(url), words)
 
 
 def test_a_store_that_stops_answering_ends_the_epoch_with_one_sentence(server, monkeypatch):

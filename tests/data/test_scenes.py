@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stop_mim.data import scenes as scenes_module
-from stop_mim.data.scenes import Scenes, load_scenes, render_scenes, render_video
+from stop_mim.data.sources import scenes as scenes_module
+from stop_mim.data.sources.scenes import Scenes, load_scenes, render_scenes, render_video
 
 DISTANCE_BINS = [8.0, 8.5, 9.0, 9.5, 10.0]
 
@@ -70,7 +70,7 @@ def test_the_cache_gives_back_what_was_rendered(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path))
     first = load_scenes(20, size=32)
     assert_same(first, render_scenes(20, size=32))
-    monkeypatch.setattr(scenes_module, "_render_span", None)
+    monkeypatch.setattr(scenes_module, "render_scenes", None)
     assert_same(load_scenes(20, size=32), first)
 
 

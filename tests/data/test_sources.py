@@ -1,85 +1,22 @@
-"""Names of datasets, their extras, the scenes, and sources in other processes."""
+"""Names of datasets, the scenes, and sources in other processes."""
 
 import pickle
-import sys
 
 import numpy as np
 import pytest
 import torch
-from written_images import encoded, one_sentence, shades, write, write_parquet, write_shard
+from written_images import assert_refused, encoded, write, write_parquet, write_shard
 
-from stop_mim.data.sources import SOURCES, open_source
-from stop_mim.errors import InputError, MissingExtra
-from stop_mim.registry import load_plugins
+from stop_mim.data.sources import open_source
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "", "nowhere/*.parquet", "hf:", "imagenet:train"])
 def test_an_unknown_name_is_told_what_names_there_are(name):
-    with pytest.raises(InputError) as error:
-        open_source(name)
-    message = one_sentence(error)
+    message = assert_refused(name)
     for kind in ("scenes", "folder", "parquet", "torchvision:", "hf:", "wds:"):
         assert kind in message
-
-
-PLUGIN = """
-import torch
-
-from stop_mim.data.image_source import ImageSource
-from stop_mim.data.sources import SOURCES, SourceKind
-
-
-@SOURCES.register("mine")
-class Mine(SourceKind):
-    help, prefix = "mine:SHADE", "mine:"
-
-    @classmethod
-    def open(cls, name, split):
-        return Shade(name, int(name.removeprefix(cls.prefix)) + (split == "test"))
-
-
-class Shade(ImageSource):
-    def __init__(self, name, shade):
-        super().__init__(name)
-        self.shade = shade
-
-    def __len__(self):
-        return 3
-
-    def read(self, index):
-        return torch.full((3, 4, 6), self.shade, dtype=torch.uint8)
-
-    def size(self, index):
-        return 4, 6
-
-    def describe(self, index):
-        return f"{self.name}#{index}"
-
-    def fingerprint(self):
-        return self.name
-"""
-
-
-def test_a_plugin_of_one_file_adds_a_kind(tmp_path, monkeypatch):
-    (tmp_path / "my_source.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("STOP_MIM_PLUGINS", "my_source")
-    monkeypatch.setattr(SOURCES, "_entries", dict(SOURCES))
-    load_plugins()
-    assert [shades(open_source("mine:7", split)) for split in ("train", "test")] == [[7] * 3, [8] * 3]
-    with pytest.raises(InputError, match="mine:SHADE"):
-        open_source("mine:")
-
-
-@pytest.mark.parametrize(
-    ("package", "name", "extra"), [("datasets", "hf:owner/name", "hf"), ("braceexpand", "wds:a.tar", "wds")]
-)
-def test_missing_extras_are_named(monkeypatch, package, name, extra):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"needs the package '{package}'.*stop-mim\[{extra}\]"):
-        open_source(name)
 
 
 def test_scenes():
@@ -111,9 +48,7 @@ def test_scenes():
     ],
 )
 def test_scene_options_are_checked(name, message):
-    with pytest.raises(InputError, match=message) as error:
-        open_source(name)
-    one_sentence(error)
+    assert_refused(name, message)
 
 
 def test_sources_can_be_pickled(tmp_path):

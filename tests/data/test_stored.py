@@ -10,8 +10,8 @@ from torchvision.transforms.v2.functional import resize
 
 from stop_mim.data import stored as stored_module
 from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView
-from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batches, Placement
+from stop_mim.data.image_source import BadImages
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.stored import store_images
 from stop_mim.errors import InputError
@@ -108,7 +108,6 @@ DAMAGES = {
     "a bit": flip_a_bit,
     "no record": lambda file: file.with_name(file.name + ".json").unlink(),
     "another record": lambda file: file.with_name(file.name + ".json").write_text('{"bytes": 3}'),
-    "no JSON": lambda file: file.with_name(file.name + ".json").write_text("["),
 }
 
 

@@ -7,12 +7,11 @@ import PIL.Image
 import pytest
 import torch
 import torchvision
-from written_images import one_sentence, write
+from written_images import assert_refused, write
 
 from stop_mim.data import decode
 from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
-from stop_mim.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
@@ -23,7 +22,7 @@ class TinyFake(torchvision.datasets.FakeData):
 
 
 class SplitFake(torchvision.datasets.VisionDataset):
-    classes = ("ant", "bee")
+    classes, mode = ("ant", "bee"), "L"
 
     def __init__(self, root, split="train", download=False):
         if split not in ("trainval", "test"):
@@ -38,7 +37,7 @@ class SplitFake(torchvision.datasets.VisionDataset):
     def __getitem__(self, index):
         if index == 2:
             raise OSError("image file is truncated")
-        return PIL.Image.new("L", (6, 4), index + 10 * (self.split == "test")), self._labels[index]
+        return PIL.Image.new(self.mode, (6, 4), index + 10 * (self.split == "test")), self._labels[index]
 
 
 @pytest.fixture
@@ -76,31 +75,28 @@ def test_torchvision_splits_downloads_and_bad_images(monkeypatch):
     monkeypatch.setattr(decode, "MAX_PIXELS", 3)
     with pytest.raises(BadImage, match="6x4 of more than 3 pixels"):
         train.read(0)
-    with pytest.raises(InputError, match="no split 'extra'"):
-        open_source("torchvision:SplitFake", "extra")
+    monkeypatch.setattr(decode, "MAX_PIXELS", 24)
+    monkeypatch.setattr(SplitFake, "mode", "F")
+    with pytest.raises(BadImage, match="floating-point"):
+        train.read(0)
+    assert_refused("torchvision:SplitFake", "no split 'extra'", "extra")
 
 
 def test_torchvision_names_that_cannot_be_opened(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"no dataset 'CIFR100': did you mean CIFAR100") as error:
-        open_source("torchvision:CIFR100")
-    one_sentence(error)
-    with pytest.raises(InputError, match=r"could not be opened .* \("):
-        open_source("torchvision:ImageNet")
+    assert_refused("torchvision:CIFR100", r"no dataset 'CIFR100': did you mean CIFAR100")
+    assert_refused("torchvision:ImageNet", r"could not be opened .* \(")
 
     def fail(*_, **__):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(torchvision.datasets.CIFAR100, "download", fail)
-    with pytest.raises(InputError, match=r"CIFAR100 could not be opened .*no network.*STOP_MIM_DATA") as error:
-        open_source("torchvision:CIFAR100")
-    one_sentence(error)
+    assert_refused("torchvision:CIFAR100", r"CIFAR100 could not be opened .*no network.*STOP_MIM_DATA")
 
 
 def test_torchvision_sets_without_classes_are_refused(monkeypatch):
     monkeypatch.setattr(TinyFake, "__getitem__", lambda *_: torch.zeros(2, 3, 4, 4))
     monkeypatch.setattr(torchvision.datasets, "TinyFake", TinyFake, raising=False)
-    with pytest.raises(InputError, match="does not give pairs of an image and a class"):
-        open_source("torchvision:TinyFake")
+    assert_refused("torchvision:TinyFake", "does not give pairs of an image and a class")
 
 
 # Places365, as torchvision lays it out
@@ -132,8 +128,6 @@ def test_places365_tests_on_its_validation_split_since_test_has_no_labels():
 
 def test_places365_without_its_images_is_told(places365):
     (places365 / "val_large" / "Places365_val_00000001.jpg").unlink()
-    with pytest.raises(
-        InputError, match=r"first image of torchvision:Places365 cannot be read .*STOP_MIM_DATA"
-    ) as error:
-        open_source("torchvision:Places365", "test")
-    one_sentence(error)
+    assert_refused(
+        "torchvision:Places365", r"first image of torchvision:Places365 cannot be read .*STOP_MIM_DATA", "test"
+    )

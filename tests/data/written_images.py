@@ -7,6 +7,10 @@ import tarfile
 import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+
+from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
 
 
 def encoded(shade, kind="PNG", size=(6, 4)):
@@ -55,3 +59,10 @@ def one_sentence(error):
     assert message.endswith((".", "?"))
     assert "\n" not in message
     return message
+
+
+def assert_refused(name, words=None, split="train"):
+    """The dataset is refused with one sentence that matches `words`, which is returned."""
+    with pytest.raises(InputError, match=words) as error:
+        open_source(str(name), split)
+    return one_sentence(error)

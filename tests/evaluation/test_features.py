@@ -107,7 +107,7 @@ def test_images_that_cannot_be_read_are_left_out(encoder, colours, tmp_path, sma
     source = open_source(str(colours))
     with pytest.raises(InputError, match="1 of the 48 images"):
         extract(encoder, source, tmp_path / "f")
-    monkeypatch.setattr("stop_mim.data.bad_images.MAX_BAD_FRACTION", 0.5)
+    monkeypatch.setattr("stop_mim.data.image_source.MAX_BAD_FRACTION", 0.5)
     features = extract(encoder, source, tmp_path / "f")
     assert features.indices.tolist() == [index for index in range(48) if index != 12]
     torch.testing.assert_close(features.on(CPU), whole.on(CPU)[torch.arange(48) != 12])

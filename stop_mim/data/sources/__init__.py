@@ -81,7 +81,7 @@ def split_candidates(split: str) -> tuple[str, ...]:
 
 
 def choose_split(split: str, present: Collection[str], name: str) -> str:
-    """Return the present split that is meant; raise InputError if there is none."""
+    """Return the first candidate of the split that is present; raise InputError if there is none."""
     for candidate in split_candidates(split):
         if candidate in present:
             return candidate

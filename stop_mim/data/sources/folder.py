@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from stop_mim.data.bad_images import UNREAD_PHOTOS
+from stop_mim.data.data_files import file_state, read_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
-from stop_mim.data.image_source import ImageSource, class_labels, digest, file_state, read_file
+from stop_mim.data.image_source import UNREAD_PHOTOS, ImageSource, Labels, class_labels, digest
 from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, are_splits, choose_split
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
 from stop_mim.errors import InputError
 
 WHOLE_BYTES, FILES_LOOKED_AT = 2**28, 256
-"""`contents` depends on all bytes of files that have no more together, else on those of so many files."""
+"""`contents` depends on all bytes up to a total of 256 MiB, otherwise on the bytes of 256 files."""
 
 
 @SOURCES.register("folder")
@@ -40,14 +40,14 @@ class FolderKind(SourceKind):
         folder = Path(name).expanduser()
         class_names: tuple[str, ...] = ()
         names = sub_folders(folder)
-        beside: dict[str, int] = {}
+        outside: dict[str, int] = {}
         if are_splits(names):
             # The test split may lack a class of the training split, and must number the others as that does.
             class_names = sub_folders(folder / "train")
             splits = [one for one in names if one in SPLIT_NAMES or one == split]
             if others := _image_paths(folder, splits)[0]:
                 where = " and ".join(f"{one}/" for one in splits)
-                beside[f"images beside {where} (move them there to use them)"] = len(others)
+                outside[f"images beside {where} (move them there to use them)"] = len(others)
             folder = folder / choose_split(split, names, name)
         if files := parquet_files(folder, split):
             return ParquetSource(files, name)
@@ -59,11 +59,12 @@ class FolderKind(SourceKind):
             extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
             raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
         paths = sorted(found)
-        classes, class_names = _classes(paths, folder, class_names)
+        at_top = next((path for path in paths if os.sep not in path), None)
+        classes, class_names = (None, ()) if at_top else _classes(paths, folder, class_names)
         source = FileSource(folder, paths, name, class_labels(classes), class_names)
-        source.ignored = beside | ignored
-        if classes is None and any(os.sep in path for path in paths):
-            source.no_labels = f"it has images both at its top ({_first_at_top(paths)}) and in sub-folders"
+        source.ignored = outside | ignored
+        if at_top and any(os.sep in path for path in paths):
+            source.no_labels = f"it has images both at its top ({at_top}) and in sub-folders"
         return source
 
 
@@ -75,7 +76,7 @@ class FileSource(ImageSource):
         folder: Path,
         paths: Sequence[str],
         name: str,
-        labels: dict[str, np.ndarray] | None = None,
+        labels: Labels | None = None,
         class_names: tuple[str, ...] = (),
         layout: str = "",
     ) -> None:
@@ -112,7 +113,7 @@ class FileSource(ImageSource):
         return digest(self._identity(times=True))
 
     def contents(self) -> str:
-        """Names and sizes of all files, and the bytes of all files or, of more than 256 MiB, of 256 of them."""
+        """Names and sizes of all files, and the bytes of all or some."""
         return digest(self._identity(times=False))
 
     def _identity(self, times: bool) -> Iterator[object]:
@@ -174,13 +175,8 @@ def _holds(question: Callable[[], bool]) -> bool:
         return False  # A link to itself is neither a folder nor a file.
 
 
-def _first_at_top(paths: list[str]) -> str | None:
-    return next((path for path in paths if os.sep not in path), None)
-
-
-def _classes(paths: list[str], folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    if _first_at_top(paths) is not None:
-        return None, ()
+def _classes(paths: list[str], folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the class of each path, by its first folder, and the names of the classes."""
     found = [path.partition(os.sep)[0] for path in paths]
     names = class_names or tuple(sorted(set(found)))
     positions = {name: position for position, name in enumerate(names)}

@@ -1,8 +1,6 @@
 """Datasets of the Hugging Face hub, downloaded and memory-mapped by the package datasets."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import pyarrow as pa
 
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.sources import SOURCES, SourceKind, split_candidates
-from stop_mim.data.sources.parquet import TableSource, image_column, label_column, read_classes
+from stop_mim.data.sources.parquet import TableSource, image_column, read_classes
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.hub import hub_or_cache
 
@@ -35,11 +33,9 @@ class HubSource(TableSource):
         self.column = image_column(schema, f"hf:{address}")
         if not len(self._dataset):
             raise InputError(f"The split '{self.split}' of hf:{address} has no rows: choose another split.")
-        labels = label_column(schema)
-        classes = ({}, ()) if labels is None else read_classes(self._table().column(labels), schema)
-        super().__init__(f"hf:{address}", *classes)
+        super().__init__(f"hf:{address}", *read_classes(schema, lambda column: self._table().column(column)))
         self.folders = _folders(address.partition(":")[0])
-        self.bring(0)
+        self.fetch(0)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -76,23 +72,19 @@ def _load(address: str, split: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra("hf: datasets", "datasets", "hf") from error
     name, _, config = address.partition(":")
-    with nullcontext() if Path(name).exists() else hub_or_cache(f"hf:{address}"):
-        return _load_split(address, split, partial(datasets.load_dataset, name, config or None))
-
-
-def _load_split(address: str, split: str, load: Callable[..., Any]) -> tuple[Any, str]:
     failure: Exception | None = None
-    for candidate in split_candidates(split):
-        try:
-            return load(split=candidate), candidate
-        # The hub, the network and loading scripts each fail in their own ways.
-        except Exception as error:
-            unknown_split = "split" in str(error).lower()
-            failure = failure if failure and unknown_split else error
-            if not unknown_split:
-                break
-    reason = " ".join(str(failure).split()).rstrip(".")
-    raise InputError(
-        f"hf:{address} (split '{split}') could not be loaded ({reason}): check its name, configuration and split, and "
-        "the network."
-    ) from failure
+    with nullcontext() if Path(name).exists() else hub_or_cache(f"hf:{address}"):
+        for candidate in split_candidates(split):
+            try:
+                return datasets.load_dataset(name, config or None, split=candidate), candidate
+            # The hub, the network and loading scripts each fail in their own ways.
+            except Exception as error:
+                unknown_split = "split" in str(error).lower()
+                failure = failure if failure and unknown_split else error
+                if not unknown_split:
+                    break
+        reason = " ".join(str(failure).split()).rstrip(".")
+        raise InputError(
+            f"hf:{address} (split '{split}') could not be loaded ({reason}): check its name, configuration and split, and "
+            "the network."
+        ) from failure

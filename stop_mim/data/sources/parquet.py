@@ -7,20 +7,18 @@ the cache.
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jaxtyping import Int
 
 from stop_mim.data.data_files import DataFile, FilesSource, attempted, find_files, found_file, is_url, matching_paths
 from stop_mim.data.decode import BadImage
-from stop_mim.data.image_source import ImageSource, class_labels
+from stop_mim.data.image_source import ImageSource, Labels, class_labels
 from stop_mim.data.order import BLOCKS_TOGETHER
 from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, choose_split
 from stop_mim.errors import InputError
@@ -30,7 +28,7 @@ MEMORY_LIMIT = 2 * 2**30
 
 # Small batches: Arrow cannot read 2 GiB of nested bytes into one array.
 _ROWS_A_BATCH, _BYTES_A_BATCH = 256, 2**26
-# A file may unpack to so many times its size and so many bytes more: images hardly compress.
+# The most that a file may unpack to, as a multiple of its size and a constant: images hardly compress.
 UNPACKED_TIMES, UNPACKED_BYTES = 100, 2**24
 # Rows that are unpacked before they are counted.
 _ROWS_AT_ONCE = 16
@@ -55,14 +53,14 @@ class ParquetKind(SourceKind):
 
 
 class TableSource(ImageSource):
-    """A source over Arrow columns; they never travel to another process, which opens its own."""
+    """A source over Arrow columns, which are not pickled: another process opens them again."""
 
     folders: Sequence[Path] = ()
     """A row without bytes may name a file in these folders, and no other."""
     most_open: int | None = None
     """Columns that are open at a time; None for all."""
 
-    def __init__(self, name: str, labels: dict[str, np.ndarray] | None, class_names: tuple[str, ...]) -> None:
+    def __init__(self, name: str, labels: Labels, class_names: tuple[str, ...]) -> None:
         super().__init__(name, labels, class_names)
         self._opened: dict[int, pa.ChunkedArray] = {}
 
@@ -74,11 +72,11 @@ class TableSource(ImageSource):
         """The number of the file that holds an image, and its row there."""
         return 0, index
 
-    def bring(self, file: int) -> pa.ChunkedArray:
+    def fetch(self, block: int) -> pa.ChunkedArray:
         """The column of a file; opened before the workers fork, they share one copy of it."""
-        column = self._opened.get(file)
+        column = self._opened.get(block)
         if column is None:
-            column = self._opened[file] = self.load_column(file)
+            column = self._opened[block] = self.load_column(block)
             # A file that is still mapped takes space even after it was removed.
             for oldest in list(self._opened)[: -self.most_open] if self.most_open else ():
                 self._opened.pop(oldest, None)
@@ -86,7 +84,7 @@ class TableSource(ImageSource):
 
     def encoded(self, index: int) -> bytes:
         file, row = self.locate(index)
-        cell = self.bring(file)[row]
+        cell = self.fetch(file)[row]
         is_struct = isinstance(cell, pa.StructScalar)
         try:
             found = (cell["bytes"] if is_struct else cell).as_py()
@@ -103,7 +101,7 @@ class TableSource(ImageSource):
 
     def image_name(self, index: int) -> str:
         file, row = self.locate(index)
-        cell = self.bring(file)[row]
+        cell = self.fetch(file)[row]
         named = isinstance(cell, pa.StructScalar) and "path" in cell
         return (cell["path"].as_py() if named else None) or f"row-{index}"
 
@@ -128,16 +126,23 @@ def image_column(schema: pa.Schema, name: str) -> str:
 def label_column(schema: pa.Schema) -> str | None:
     """The column of class labels (integers or strings), if there is one."""
     for column in _LABEL_COLUMNS:
-        if column in schema.names and _is_class_type(schema.field(column).type):
+        kind = schema.field(column).type if column in schema.names else pa.null()
+        if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
             return column
     return None
 
 
-def read_classes(labels: pa.ChunkedArray, schema: pa.Schema) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """The labels and, where they are known, the names of the classes; strings are numbered in sorted order."""
+def read_classes(schema: pa.Schema, read: Callable[[str], pa.ChunkedArray]) -> tuple[Labels, tuple[str, ...]]:
+    """Labels and, if known, the names of the classes, of a table whose columns `read` returns.
+
+    Strings are numbered in sorted order.
+    """
+    column = label_column(schema)
+    if column is None:
+        return {}, ()
+    labels = read(column)
     if pa.types.is_integer(labels.type):
-        names = _class_names(schema, label_column(schema))
-        return class_labels(pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()), names
+        return class_labels(pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()), _class_names(schema, column)
     names = tuple(sorted(label for label in pc.unique(labels).to_pylist() if label is not None))
     positions = pc.index_in(labels, value_set=pa.array(names, labels.type), skip_nulls=True)
     return class_labels(pc.fill_null(positions, -1).cast(pa.int64()).to_numpy()), names
@@ -145,19 +150,11 @@ def read_classes(labels: pa.ChunkedArray, schema: pa.Schema) -> tuple[dict[str, 
 
 def _can_hold_images(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
-    return _is_bytes(kind)
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
+        kind = next((field.type for field in kind if field.name == "bytes"), pa.null())
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _is_class_type(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _class_names(schema: pa.Schema, column: str | None) -> tuple[str, ...]:
+def _class_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         return tuple(str(name) for name in features[column]["names"])
@@ -178,25 +175,17 @@ class ParquetSource(FilesSource, TableSource):
                     raise InputError(
                         f"{file} has no column '{column}' like that of {files[0]}: give files of one layout."
                     )
-        files, counts = (
-            [file for file, (rows, _) in zip(files, footers, strict=True) if rows],
-            [rows for rows, _ in footers if rows],
-        )
+        files = [file for file, (rows, _) in zip(files, footers, strict=True) if rows]
         if not files:
             raise InputError(f"{name} has no rows: give parquet files with at least one image.")
         self.is_small = not files[0].is_remote and sum(file.size or 0 for file in files) < MEMORY_LIMIT
         self.most_open = 2 * BLOCKS_TOGETHER if files[0].is_remote else None
-        classes: tuple[dict[str, np.ndarray], tuple[str, ...]] = ({}, ())
-        if labels is not None:
-            chunks = [chunk for file in files for chunk in _read(file, labels).chunks]
-            classes = read_classes(pa.chunked_array(chunks), schema)
-        super().__init__(name, files, counts, *classes)
+        classes = read_classes(
+            schema, lambda column: pa.chunked_array([chunk for file in files for chunk in _read(file, column).chunks])
+        )
+        super().__init__(name, files, [rows for rows, _ in footers if rows], *classes)
         for number in range(0 if files[0].is_remote else len(files)):
-            self.bring(number)
-
-    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        for file in self.files_of(indices):
-            self.bring(file)
+            self.fetch(number)
 
     def describe(self, index: int) -> str:
         file, row = self.locate(index)
@@ -231,35 +220,30 @@ def _convert(file: DataFile, column: str, draft: Path) -> None:
 
 
 def _batches(file: DataFile, column: str) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a column; refuse a file that unpacks to far more bytes than images of its size could."""
+    limit = UNPACKED_TIMES * (file.size or 0) + UNPACKED_BYTES
     with file.open() as stream, pq.ParquetFile(stream) as table:
+        groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
+        chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+        stated = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
         part: list[pa.RecordBatch] = []
-        for batch in _bounded(table, column, file):
+        found = 0
+        for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if stated <= limit else ():
+            # Rows that repeat one value are more than the file states.
+            found += batch.nbytes
+            if found > limit:
+                break
             batch.validate(full=True)
             part.append(batch)
             if len(part) * _ROWS_AT_ONCE >= _ROWS_A_BATCH or sum(one.nbytes for one in part) > _BYTES_A_BATCH:
                 yield from pa.Table.from_batches(part).combine_chunks().to_batches()
                 part = []
+        if max(stated, found) > limit:
+            raise InputError(
+                f"{file} unpacks to more than {UNPACKED_TIMES} times its size, {limit / 2**20:,.0f} MiB: give a file of images."
+            )
         if part:
             yield from pa.Table.from_batches(part).combine_chunks().to_batches()
-
-
-def _bounded(table: pq.ParquetFile, column: str, file: DataFile) -> Iterator[pa.RecordBatch]:
-    """Yield few rows at a time, until they are far more bytes than a file of this size can hold of images."""
-    limit = UNPACKED_TIMES * (file.size or 0) + UNPACKED_BYTES
-    groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    found = 0
-    stated = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
-    for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if stated <= limit else ():
-        # Rows that repeat one value are more than the file states.
-        found += batch.nbytes
-        if found > limit:
-            break
-        yield batch
-    if max(stated, found) > limit:
-        raise InputError(
-            f"{file} unpacks to more than {UNPACKED_TIMES} times its size, {limit / 2**20:,.0f} MiB: give a file of images."
-        )
 
 
 def parquet_files(folder: Path, split: str) -> list[DataFile]:

@@ -1,4 +1,4 @@
-"""WebDataset shards: tar files of samples, indexed once and then read at any place; those at URLs are fetched as needed."""
+"""WebDataset shards: tar files of samples, indexed once and then read at any place; files at URLs are fetched as needed."""
 
 import json
 import os
@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from stop_mim.data.cache import CacheError, cached_file
-from stop_mim.data.data_files import DataFile, FilesSource, find_files
+from stop_mim.data.data_files import DataFile, FilesSource, find_files, read_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS
-from stop_mim.data.image_source import ImageSource, class_labels, digest, read_file
+from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.sources import SOURCES, SourceKind
 from stop_mim.errors import InputError, MissingExtra, first_line
 
@@ -36,7 +36,11 @@ class ShardSource(FilesSource):
     """The samples with an image in uncompressed tar files, in the order in which they are stored."""
 
     def __init__(self, pattern: str) -> None:
-        files = shard_files(pattern)
+        try:
+            from braceexpand import braceexpand
+        except ImportError as error:
+            raise MissingExtra("wds: shards", "braceexpand", "wds") from error
+        files = find_files(braceexpand(pattern))
         self._fetched: dict[int, Path] = {}
         indexes = [_read_index(file) for file in files]
         # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
@@ -47,17 +51,13 @@ class ShardSource(FilesSource):
         counts, labels = [len(members) for members, _ in indexes], class_labels(self._places[:, 2])
         super().__init__(f"wds:{pattern}", files, counts, labels)
 
-    def fetch(self, indices: Int[np.ndarray, " n"]) -> None:
-        for shard in self.files_of(indices):
-            self._local(shard)
-
     def encoded(self, index: int) -> bytes:
         shard, _ = self.locate(index)
         file = self.files[shard]
         before = None if file.is_remote else (file.size or 0, int(file.version))
         # A file opened for each image has no position that forked workers could move under each other.
         offset, size, _ = self._places[index].tolist()
-        return read_file(self._local(shard), self.describe(index), before, offset, size)
+        return read_file(self.fetch(shard), self.describe(index), before, offset, size)
 
     def describe(self, index: int) -> str:
         return f"{self.files[self.locate(index)[0]]}#{self._member(index)}"
@@ -70,26 +70,17 @@ class ShardSource(FilesSource):
     def _member(self, index: int) -> str:
         return os.fsdecode(bytes(self._members[index]))
 
-    def _local(self, shard: int) -> Path:
+    def fetch(self, block: int) -> Path:
         """Return the file of a shard on this machine."""
-        if shard not in self._fetched or (self.blocks is not None and not self._fetched[shard].exists()):
-            self._fetched[shard] = self.files[shard].fetched(".tar")
-        return self._fetched[shard]
-
-
-def shard_files(pattern: str) -> list[DataFile]:
-    """Return the tar files that a pattern with braces, or a glob, names: paths or URLs."""
-    try:
-        from braceexpand import braceexpand
-    except ImportError as error:
-        raise MissingExtra("wds: shards", "braceexpand", "wds") from error
-    return find_files(braceexpand(pattern))
+        if block not in self._fetched or (self.blocks is not None and not self._fetched[block].exists()):
+            self._fetched[block] = self.files[block].fetched(".tar")
+        return self._fetched[block]
 
 
 def _read_index(file: DataFile) -> tuple[Shaped[np.ndarray, " n"], Int[np.ndarray, "n 3"]]:
     """Return the names of a shard's images, and of each the offset, the size and the class.
 
-    The index is in the cache folder, if the file has not changed since.
+    The index is cached until the file changes.
     """
 
     def write(draft: Path) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,7 +18,7 @@ from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.sources import SOURCES, NoSplit, SourceKind, split_candidates
 from stop_mim.errors import InputError, first_line
 
-# Where the classes of torchvision keep their targets, so that no image need be decoded to learn its label.
+# Where the classes of torchvision keep their targets: reading these, no image is decoded for its label.
 _TARGET_ATTRIBUTES = ("targets", "labels", "_labels", "y")
 _CLASS_NAME_ATTRIBUTES = ("classes", "categories")
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
@@ -49,11 +50,15 @@ class TorchvisionSource(ImageSource):
         return len(self._dataset)
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        return rgb_pixels(self._image(index))
-
-    def size(self, index: int) -> tuple[int, int]:
-        image = self._image(index)
-        return image.height, image.width
+        self.check_index(index)
+        quieten_pillow()
+        try:
+            image = self._dataset[index][0]
+            check_pixels(image.height, image.width)
+            return rgb_pixels(image)
+        # Pillow answers corrupt files with many kinds of exceptions.
+        except Exception as error:
+            raise BadImage(self.describe(index), first_line(error)) from error
 
     def describe(self, index: int) -> str:
         return f"{self.name}[{self.split}]#{index}"
@@ -62,17 +67,6 @@ class TorchvisionSource(ImageSource):
         labels = self.labels["class"].tobytes() if self.labels else b""
         ends = (self.read(index).numpy().tobytes() for index in (0, len(self) - 1))
         return digest([self.name, len(self), labels, *ends])
-
-    def _image(self, index: int) -> PIL.Image.Image:
-        self.check_index(index)
-        quieten_pillow()
-        try:
-            image = self._dataset[index][0]
-            check_pixels(image.height, image.width)
-            return image
-        # Pillow answers corrupt files with many kinds of exceptions.
-        except Exception as error:
-            raise BadImage(self.describe(index), first_line(error)) from error
 
 
 def _open(class_name: str, split: str) -> tuple[Any, str]:
@@ -93,15 +87,9 @@ def _open(class_name: str, split: str) -> tuple[Any, str]:
     if split in split_candidates("test"):
         candidates = _LABELLED_TEST_SPLITS.get(class_name, candidates)
     for candidate in candidates:
-        try:
+        with suppress(NoSplit):
             return _construct(class_name, kind, options | {"split": candidate}), candidate
-        except _UnknownSplit:
-            continue
     raise NoSplit(f"torchvision:{class_name} has no split '{split}': choose another split or dataset.")
-
-
-class _UnknownSplit(Exception):
-    """The class of torchvision has no split of this name."""
 
 
 def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -115,7 +103,7 @@ def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any
         # Downloads fail in as many ways as there are servers.
         except Exception as error:
             if isinstance(error, ValueError) and "split" in options and "split" in str(error):
-                raise _UnknownSplit from error
+                raise NoSplit(first_line(error)) from error
             failure = error
     raise InputError(
         f"torchvision:{class_name} could not be opened in {download_folder()} ({first_line(failure)}): check the network, or "

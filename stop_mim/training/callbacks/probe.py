@@ -18,9 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from stop_mim.data.augment import RandomCrop, TestView, View, WholeImage
-from stop_mim.data.bad_images import BadImages
 from stop_mim.data.batches import Batch, Batches, Placement
-from stop_mim.data.image_source import ImageSource, common_size, digest
+from stop_mim.data.image_source import BadImages, ImageSource, common_size, digest
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
