@@ -10,27 +10,23 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import encoder_from_timm_names
 from stop_mim.files import require_regular
-from stop_mim.models.encoder import SIZES, Encoder, EncoderSize, misfit
-from stop_mim.models.ijepa import build_ijepa
-from stop_mim.models.predictor import Predictor
-from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
+from stop_mim.models.encoder import Encoder
 
 Part = Literal["encoder", "target_encoder"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PARALLEL = "module."
-PREDICTOR_NAMES = {
-    "projection": "predictor_embed",
-    "blocks": "predictor_blocks",
-    "norm": "predictor_norm",
-    "head": "predictor_proj",
+# The releases' names of the predictor's parts, and ours.
+PREDICTOR_PARTS = {
+    "predictor_embed": "projection",
+    "predictor_blocks": "blocks",
+    "predictor_norm": "norm",
+    "predictor_proj": "head",
 }
-TABLE = "predictor_pos_embed"
 # First bytes of files of torch.save: a zip archive, or a pickle of old versions.
 TORCH_FILES = (b"PK", b"\x80\x02")
 NO_WEIGHTS = (
@@ -96,58 +92,26 @@ def released_encoder(contents: Any, path: Path, part: Part) -> Encoder:
 
 
 class ReleasedModel(NamedTuple):
-    """A whole released model: the config that builds it here, its weights under our names, its predictor's positions."""
+    """The weights of a released model under our names, and what is stored otherwise here."""
 
-    config: TrainConfig
     tensors: dict[str, Tensor]
-    table: Float[Tensor, "n_patches width"]
+    positions: Tensor | None
+    """The predictor's positions, (1, n_patches, width)."""
+    heads: int
+    """The number of attention heads of encoder and predictor."""
 
 
 def released_model(contents: Any, path: Path) -> ReleasedModel:
-    """Convert all parts of a file's contents; whether positions were stochastic is not in the file."""
+    """Convert all parts of a file's contents."""
     encoder, target = (released_encoder(contents, path, part) for part in PARTS)
     if encoder.architecture() != target.architecture():
         raise InputError(f"{path} has an encoder and a target encoder of different shapes: download it again.")
+    tensors = {f"encoder.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    tensors |= {f"target.{name}": tensor for name, tensor in target.state_dict().items()}
     predictor = state_of(contents, "predictor", path)
-    config = TrainConfig(
-        data="",
-        encoder=_encoder_config(encoder),
-        predictor=_predictor_config(predictor, path),
-        positions=PositionsConfig(kind="sincos"),
-    )
-    with torch.device("meta"):
-        expected = build_ijepa(config).predictor
-    if wrong := misfit(predictor, _released_names(expected)):
-        raise InputError(f"{path}#predictor does not fit its encoder: {wrong}.")
-    copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in predictor.items()}
-    tensors = {
-        f"predictor.{name}": copies[_released_name(name)].view(t.shape) for name, t in expected.state_dict().items()
-    }
-    tensors |= {f"encoder.vit.{name}": tensor for name, tensor in encoder.vit.state_dict().items()}
-    tensors |= {f"target.vit.{name}": tensor for name, tensor in target.vit.state_dict().items()}
-    return ReleasedModel(config, tensors, copies[TABLE][0])
-
-
-def _released_names(predictor: Predictor) -> dict[str, Tensor]:
-    """Return what the releases store of such a predictor."""
-    tensors = {_released_name(name): tensor for name, tensor in predictor.state_dict().items()}
-    return tensors | {"mask_token": predictor.mask_token[None, None], TABLE: predictor.positions.table()[None]}
-
-
-def _released_name(name: str) -> str:
-    place, dot, rest = name.partition(".")
-    return PREDICTOR_NAMES.get(place, place) + dot + rest
-
-
-def _encoder_config(encoder: Encoder) -> EncoderConfig:
-    size = next(name for name in get_args(EncoderSize) if SIZES[name].width == encoder.dim)
-    depth = None if encoder.depth == SIZES[size].depth else encoder.depth
-    return EncoderConfig(size, encoder.image_size, encoder.patch_size[0], depth=depth)
-
-
-def _predictor_config(predictor: Mapping[str, Tensor], path: Path) -> PredictorConfig:
-    weight = predictor.get("predictor_embed.weight")
-    if weight is None or weight.dim() != 2:
-        raise InputError(f"{path}#predictor has no predictor_embed.weight: download it again.")
-    blocks = {name.split(".")[1] for name in predictor if name.startswith("predictor_blocks.")}
-    return PredictorConfig(width=weight.shape[0], depth=max(1, len(blocks)))
+    positions = predictor.pop("predictor_pos_embed", None)
+    for name, tensor in predictor.items():
+        part, dot, rest = name.partition(".")
+        tensor = tensor.flatten() if name == "mask_token" else tensor
+        tensors[f"predictor.{PREDICTOR_PARTS.get(part, part)}{dot}{rest}"] = tensor.to(torch.float32, copy=True)
+    return ReleasedModel(tensors, positions, encoder.heads)

@@ -12,8 +12,7 @@ import stop_mim
 from stop_mim.cli import main
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.exchange import export as export_module
-from stop_mim.exchange.card import Origin, model_card
-from stop_mim.exchange.export import export_encoder
+from stop_mim.exchange.export import Origin, export_encoder, model_card
 from stop_mim.exchange.formats import EXPORTERS, Exported, Place, require_same_tokens
 from stop_mim.exchange.loading import run_of
 from stop_mim.models.encoder import save_encoder
