@@ -177,21 +177,21 @@ def fit_stacked(
             certain += (logits(found, inputs).softmax(3).square_().sum(3) * shares[..., None]).sum(1)
         return ((1 - certain).clamp(min=0) / classes)[..., None, None]
 
+    def tick(done: int, step: int) -> None:
+        if progress is not None:
+            progress(done + step, STEPS)
+
     found = torch.zeros(sets, problems, classes, variances.shape[-1], device=variances.device)
     before = torch.full((sets * problems,), torch.inf, device=variances.device)
     for done in range(0, STEPS, STEPS_A_ROUND):
         stretch = (spread() * variances + strengths).clamp(min=1e-12).rsqrt()
-        tick = None if progress is None else partial(_tick, progress, done)
-        points, values = minimise(objective, (found / stretch).view(sets * problems, -1), STEPS_A_ROUND, HISTORY, tick)
+        start = (found / stretch).view(sets * problems, -1)
+        points, values = minimise(objective, start, STEPS_A_ROUND, partial(tick, done))
         found = points.view_as(found) * stretch
         if bool((before - values <= IMPROVEMENT * values).all()):
             break
         before = values
     return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
-
-
-def _tick(progress: Progress, done: int, step: int, _: int) -> None:
-    progress(done + step, STEPS)
 
 
 def _stack(trainings: Sequence[TrainingFeatures], width: int, rows: int) -> Callable[[], Iterable[Stacked]]:
@@ -253,11 +253,7 @@ def choose_penalty(
 
 
 def minimise(
-    objective: Objective,
-    start: Points,
-    steps: int = 200,
-    history: int = 10,
-    progress: Callable[[int, int], None] | None = None,
+    objective: Objective, start: Points, steps: int, progress: Callable[[int], None]
 ) -> tuple[Points, Float[Tensor, " problems"]]:
     """Minimise many small problems at once by L-BFGS; return the lowest point found of each, and its value.
 
@@ -266,7 +262,7 @@ def minimise(
     stops early when none of them improves.
     """
     point, (value, gradient) = start, objective(start)
-    memory = _Memory(history, start)
+    memory = _Memory(start)
     length = 1 / gradient.abs().sum(1).clamp(min=1.0)
     failed, gained_nothing = torch.zeros_like(value), torch.zeros_like(value)
     for step in range(steps):
@@ -286,8 +282,7 @@ def minimise(
         point = torch.where(lower[:, None], moved, point)
         gradient = torch.where(lower[:, None], new_gradient, gradient)
         value = torch.where(lower, new_value, value)
-        if progress is not None:
-            progress(step + 1, steps)
+        progress(step + 1)
         if bool(((failed >= MOST_SHORTENINGS) | (gained_nothing >= STALLED_STEPS)).all()):
             break
     return point, value
@@ -296,11 +291,11 @@ def minimise(
 class _Memory:
     """The last accepted moves and changes of gradient of every problem, the newest last."""
 
-    def __init__(self, most: int, like: Points) -> None:
-        self.moves = like.new_zeros(most, *like.shape)
-        self.changes = like.new_zeros(most, *like.shape)
+    def __init__(self, like: Points) -> None:
+        self.moves = like.new_zeros(HISTORY, *like.shape)
+        self.changes = like.new_zeros(HISTORY, *like.shape)
         # One over the curvature along a move; zero where there is no move.
-        self.inverses = like.new_zeros(most, len(like))
+        self.inverses = like.new_zeros(HISTORY, len(like))
         self.scale = like.new_ones(len(like))
 
     def add(self, move: Points, change: Points, accepted: Bool[Tensor, " problems"]) -> None:

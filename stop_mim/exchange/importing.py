@@ -27,8 +27,8 @@ from stop_mim.models.encoder import (
     require_depth,
     shell,
 )
+from stop_mim.models.frozen_encoder import Preprocessing
 from stop_mim.models.hub_encoder import HubEncoder
-from stop_mim.models.preprocessing import Preprocessing
 from stop_mim.records import read_record
 
 CONFIG_FILE, WEIGHTS_FILE, PREPROCESSOR_FILE = "config.json", "model.safetensors", "preprocessor_config.json"
