@@ -102,7 +102,7 @@ def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALO
     """A task of these sets, with this protocol instead of the data's; `options` are those of the task."""
     kind = TASKS[name]
     config = evaluate_config()(speed=speed, seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
-    subject = Subject("toy", encoder, None, config, 4, ranks, lambda name: None)
+    subject = Subject("toy", encoder, None, config, ranks, lambda name: None)
     subject.protocol = lambda data: protocol
     data = TaskData("class", int(train.classes.max()) + 1, train, test, held_out=False)
     return kind(name, config, subject, data, progress or (lambda done, total: None))
