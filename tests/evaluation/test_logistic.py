@@ -192,18 +192,6 @@ def test_mean_and_deviation_are_those_of_the_draws(few, monkeypatch):
     assert (single.std, single.low < single.value < single.high) == (None, True)
 
 
-def test_a_given_penalty_is_of_all_images_together(few):
-    features, labels = few
-    found = low_shot("5", [(features[:35], labels[:35])], features[210:], labels[210:], 7, total_penalty=0.0025)
-    scores = {score.name: score for score in found}
-    assert scores["5/draw=0/penalty"].value == 0.0025 / 35
-    scaler = StandardScaler().fit(features[:35])
-    reference = LogisticRegression(C=1 / 0.0025, max_iter=5000, tol=1e-8)
-    reference.fit(scaler.transform(features[:35]), labels[:35])
-    theirs = 100 * reference.score(scaler.transform(features[210:]), labels[210:])
-    assert scores["5/top1"].value == pytest.approx(theirs, abs=0.5)
-
-
 def test_a_fraction_that_cannot_be_drawn_is_noted():
     task = make_task("low-shot", small_encoder(), coloured(240, 6), coloured(6, 6), amounts=("1%", "10%", "1"))
     (note,) = task.notes()

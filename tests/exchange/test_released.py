@@ -13,7 +13,6 @@ from release_files import (
     generator,
     prediction_by_definition,
     release,
-    sincos_by_definition,
     tokens_by_definition,
     without_prefix,
 )
@@ -23,7 +22,6 @@ from stop_mim.errors import InputError
 from stop_mim.exchange.initial_weights import initialise
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_objective
-from stop_mim.positions import SinCosPositions
 from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 
@@ -103,12 +101,6 @@ def test_the_whole_model_predicts_as_defined(tmp_path, images, stop):
         torch.testing.assert_close(
             objective.target(images), tokens_by_definition(target, images, 3), atol=1e-4, rtol=1e-3
         )
-
-
-def test_our_positions_are_theirs_to_rounding():
-    for width, grid in ((384, 14), (1280, 16)):
-        table = SinCosPositions(grid, width).table()
-        torch.testing.assert_close(table, sincos_by_definition(width, grid), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["new", "NumPy 1", "old torch"])
