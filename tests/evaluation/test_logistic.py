@@ -5,13 +5,11 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
-from small_trainings import coloured, make_task, small_encoder
+from small_trainings import CPU, coloured, make_task, small_encoder
 
 from stop_mim.evaluation import logistic, probes
 from stop_mim.evaluation.logistic import PENALTIES, STEPS, TrainingFeatures, choose_penalty, fit_stacked
 from stop_mim.evaluation.probes import DEFAULT_PENALTY, LOW_SHOT_PENALTIES, choose_penalties, linear_probe, low_shot
-
-CPU = torch.device("cpu")
 
 
 def fit(features, labels, penalty, standardise=True):
