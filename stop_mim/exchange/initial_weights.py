@@ -8,8 +8,8 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
+from stop_mim.exchange.importing import is_release, read_pickle, released_model
 from stop_mim.exchange.loading import SAFETENSORS, is_checkpoint, load_encoder, run_of_checkpoint, split_part
-from stop_mim.exchange.released import is_release, read_pickle, released_model
 from stop_mim.models.build import build_objective
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.encoder import ENCODER_FILE, Encoder, misfit
