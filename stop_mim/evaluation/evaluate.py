@@ -37,12 +37,12 @@ from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.run_folder import environment
 from stop_mim.training.watch import watch
 
-# Up to so many images, a run's network is scored with its initial weights too, unless the user decides.
+# Up to this many images, a run's network is scored with its initial weights too, unless the user decides.
 MOST_IMAGES_OF_BASELINES = 20_000
 
 
 def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | None = None) -> list[Evaluation]:
-    """Run every task with every encoder, show a table, and write the results; return those of the named encoders.
+    """Run every task with every encoder, show a table, write the results, and return those of the named encoders.
 
     Args:
         names: encoders; see `load_encoder`, also untrained:NAME and masks:FOLDER.

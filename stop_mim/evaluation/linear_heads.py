@@ -36,6 +36,7 @@ LAYERS = 4
 IMAGES_PER_FEATURE = 10
 # A fraction of the mean of all variances: it bounds the steps along components without variance.
 DAMPING = 1e-4
+BATCH_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -153,22 +154,20 @@ def inverse_curvature(
     standardised: bool,
     classes: int,
     weight_decay: float,
-    epsilon: float = 1e-5,
 ) -> Float[Tensor, "columns_and_one columns_and_one"]:
     """Return the matrix that turns the gradient of a head's weights and bias into a Newton step from equal scores.
 
     Args:
         moments: means of the products of `sum_of_products`.
-        columns: the head sees so many last features.
+        columns: number of last features that the head sees.
         standardised: whether the head sees them standardised.
         weight_decay: the loss includes half of it times the square of weights and biases.
-        epsilon: that of BatchNorm.
     """
     seen = moments[-columns - 1 :, -columns - 1 :]
     if standardised:
         mean = seen[-1, :-1]
         covariance = seen[:-1, :-1] - mean.outer(mean)
-        scale = (covariance.diagonal().clamp(min=0) + epsilon).rsqrt()
+        scale = (covariance.diagonal().clamp(min=0) + BATCH_NORM_EPS).rsqrt()
         seen = torch.block_diag(covariance * scale.outer(scale), seen[-1:, -1:])
     variances, directions = torch.linalg.eigh(seen)
     evenly = 1 / classes * (1 - 1 / classes)
@@ -200,7 +199,7 @@ def held_out_images(images: int) -> int:
 
 
 def lr_factor(protocol: Protocol, epoch: float) -> float:
-    """Return the learning rate after so many epochs, as a fraction of the first one."""
+    """Return the learning rate at an epoch, as a fraction of the first one."""
     if protocol.final_factor is not None:
         reached = math.floor(epoch) if protocol.by_epoch else epoch
         return cosine(reached / protocol.epochs, 1.0, protocol.final_factor)

@@ -98,7 +98,7 @@ class TrainingFeatures:
         return variances[kept].float(), directions[:, kept].float()
 
     def batches(self, rows: int) -> Iterator["Stacked"]:
-        """Yield so many images at a time, along the principal components, as a stack of one set."""
+        """Yield batches of this many rows, along the principal components, as a stack of one set."""
         chunks = self.chunks if self.projected is None else (self.projected,)
         for chunk, labels in zip(chunks, self.labels, strict=True):
             for part, part_labels in zip(chunk.split(rows), labels.split(rows), strict=True):
@@ -118,7 +118,7 @@ class TrainingFeatures:
 def fit_together(
     trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]]
 ) -> list[list[LinearProbe]]:
-    """Return what `fit` finds for each of several small sets and its penalties, of which all have equally many.
+    """Fit several small sets, each with its penalties; every set has the same number of them.
 
     On a GPU, small sets are fitted in one search: each step of a small search waits for the interpreter, and many in one
     wait no longer than a single one. On the CPU each set is fitted on its own.
@@ -239,7 +239,7 @@ def choose_penalty(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Chosen:
-    """Return the penalty with the best accuracy on a held-out part of the images; of equals, the strongest."""
+    """Return the penalty with the best accuracy on a held-out part of the images; the strongest of several best."""
     held = held_out(len(labels), seed)
     labels = labels.cpu()
     parts = held.split([len(chunk) for chunk in chunks])

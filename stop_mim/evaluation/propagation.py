@@ -21,6 +21,7 @@ from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.stored import Progress
 from stop_mim.data.videos import Video, davis_palette, write_mask
 from stop_mim.errors import InputError
+from stop_mim.evaluation.features import require_finite
 from stop_mim.evaluation.segmentation import Mask, VideoScores, score_videos
 from stop_mim.evaluation.tasks.video import PropagationConfig, Variant
 from stop_mim.files import write_atomically
@@ -86,7 +87,7 @@ def mask_of(
 
 
 def _nearest(mask: UInt8[Tensor, "h w"], size: Size) -> UInt8[Tensor, "h2 w2"]:
-    """Return the pixels of a mask that are nearest to those of the size, on the CPU."""
+    """Resize a mask by nearest neighbour, on the CPU."""
     # Pillow's choice where two are equally near, as in DINO.
     resized = PIL.Image.fromarray(mask.cpu().numpy()).resize(size[::-1], PIL.Image.Resampling.NEAREST)
     return torch.from_numpy(np.array(resized))
@@ -101,10 +102,7 @@ def patch_features(encoder: FrozenEncoder, image: UInt8[Tensor, "1 3 height widt
         raise InputError(
             f"The encoder gives {len(tokens)} tokens for {patches} patches: use one that gives one token per patch."
         )
-    if not torch.isfinite(tokens).all():
-        raise InputError(
-            "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
-        )
+    require_finite(tokens)
     return F.normalize(tokens.float(), dim=1)
 
 

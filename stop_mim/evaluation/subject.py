@@ -1,4 +1,4 @@
-"""What is evaluated: one encoder with its cached features, or masks that somebody else made."""
+"""The subject of an evaluation: an encoder with its cached features, or given masks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class Subject:
         # On the CPU: from a GPU every tensor would be copied on its own.
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
-        """The name of its own folder for files, where several encoders are evaluated."""
+        """Name of the encoder's folder for files if several encoders are evaluated."""
         self._bar = bar
         self._features: dict[tuple[int, int | None, str], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}

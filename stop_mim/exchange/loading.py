@@ -204,12 +204,12 @@ def _part_of_run(path: Path, part: Part) -> Encoder:
     """Return an encoder of a checkpoint, or of the newest one of a run."""
     file = RunFolder(path).newest_checkpoint() if path.is_dir() else path
     if file is None or not is_checkpoint(file):
-        raise InputError(f"{path} has no checkpoint, which alone holds two encoders: leave #{part} out.")
+        raise InputError(f"{path} has no checkpoint, and only checkpoints hold two encoders: leave #{part} out.")
     return _from_checkpoint(file, part)
 
 
 def _from_checkpoint(path: Path, part: Part = "target_encoder") -> Encoder:
-    """Return an encoder of a checkpoint; that of an objective without a target is both."""
+    """Return an encoder of a checkpoint; an objective without a target encoder has one for both parts."""
     encoder, tensors = build_encoder(run_of_checkpoint(path).config().encoder), read_checkpoint(path).tensors
     found: dict[str, Tensor] = {}
     for prefix in ("model.encoder.", "model.target.")[: 1 if part == "encoder" else 2]:

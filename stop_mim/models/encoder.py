@@ -234,7 +234,7 @@ def require_depth(depth: Any, tensors: Mapping[str, Tensor], origin: str) -> Non
 
 
 def count_layers(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of layers that have weights, whatever numbers they have."""
+    """Return the number of layers that have weights."""
     return len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
 
 

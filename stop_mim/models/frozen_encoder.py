@@ -21,7 +21,7 @@ FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 
 
 class Preprocessing(NamedTuple):
-    """How images of other sizes are brought to the encoder's, under timm's names; the default is that of our encoders."""
+    """How images are resized and cropped to the encoder's size, under timm's names; the defaults are our encoders'."""
 
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
@@ -31,12 +31,12 @@ class Preprocessing(NamedTuple):
 
     @classmethod
     def of_timm(cls, values: Mapping[str, Any]) -> "Preprocessing":
-        """Return the one of timm's `pretrained_cfg`."""
+        """Read timm's `pretrained_cfg`."""
         return cls(**{name: values[name] for name in cls._fields if values.get(name) is not None})
 
     @classmethod
     def of_hub(cls, values: Mapping[str, Any]) -> "Preprocessing":
-        """Return the one of a Hugging Face preprocessor_config.json."""
+        """Read a Hugging Face preprocessor_config.json."""
         interpolation = FILTERS.get(values.get("resample", 2), "bilinear")
         size, crop = values.get("size"), values.get("crop_size")
         if isinstance(size, Mapping) and "shortest_edge" in size:

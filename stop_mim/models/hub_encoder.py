@@ -57,7 +57,7 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
     except ImportError as error:
         raise MissingExtra("hf: encoders", "transformers", "hf") from error
     kind: Any
-    # It warns of weights beside the encoder, such as those of a decoder.
+    # It warns of weights that do not belong to the encoder, such as a decoder's.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
