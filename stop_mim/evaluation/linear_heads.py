@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -206,12 +206,6 @@ def lr_factor(protocol: Protocol, epoch: float) -> float:
     return 0.1 ** bisect_right(protocol.milestones, epoch)
 
 
-def heads_for(protocol: Protocol, depth: int) -> list[Head]:
-    """Return heads of the last layer and of the last four, without and with BatchNorm, at every learning rate."""
-    layers = sorted({1, min(LAYERS, depth)})
-    return [Head(count, norm, lr) for count in layers for norm in (False, True) for lr in protocol.lrs]
-
-
 class LinearTraining(LabelledTraining):
     """The training of the heads of an encoder."""
 
@@ -223,7 +217,9 @@ class LinearTraining(LabelledTraining):
         ranks = conditions.ranks
         encoder.to(ranks.device)
         used, self.held_out = hold_out(train, 1.0, held_out_images(len(train)), conditions.seed)
-        heads, classes = heads_for(protocol, encoder.depth), int(train.classes.max()) + 1
+        # Of the last layer and of the last four, without and with BatchNorm, at every learning rate.
+        kinds = product(sorted({1, min(LAYERS, encoder.depth)}), (False, True), protocol.lrs)
+        heads, classes = [Head(*kind) for kind in kinds], int(train.classes.max()) + 1
         affine = not protocol.preconditioned
         self.heads = LinearHeads(heads, encoder.dim, classes, ranks, conditions.seed, affine).to(ranks.device)
         # Preconditioned steps include weight decay; BatchNorm has none.

@@ -113,7 +113,8 @@ class Subject:
         """Return features and classes of the readable images of a part of the data."""
         source, view = labelled.source, protocol.test_view_of(self.encoder)
         key = id(source), view.resize_to, view.interpolation
-        if key not in self._features and len(labelled) <= FEW_IMAGES * len(source) and not self._known(source, view):
+        known = key in self._features or any_rank(self._folder(source, view).exists(), self.ranks)
+        if not known and len(labelled) <= FEW_IMAGES * len(source):
             features = self._extract(source, view, np.sort(labelled.indices).astype(np.int64))
         else:
             # Other parts of the source will be wanted too.
@@ -126,9 +127,6 @@ class Subject:
         """Return features on the device if they fit into its memory, else as they are on disk."""
         fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
         return [features.on(self.ranks.device)] if fits else list(features.chunks)
-
-    def _known(self, source: ImageSource, view: TestView) -> bool:
-        return any_rank(self._folder(source, view).exists(), self.ranks)
 
     def _folder(self, source: ImageSource, view: TestView, images: np.ndarray | None = None) -> Path:
         return features_folder(self.fingerprint, source, view, self.layers, self.ranks.device, images)
