@@ -170,14 +170,14 @@ class LabelledTraining(Callback, ABC):
             self.conditions.protocol.test_view_of(self.encoder),
             Placement(workers=workers_for(speed, ranks)),
         )
-        right, count = torch.zeros((), device=ranks.device).double(), torch.zeros((), device=ranks.device).double()
         batches = Batches(data.source, order, view, placement, ranks.device, labels=data.labels)
+        right = count = torch.zeros((), dtype=torch.float64, device=ranks.device)
         with closing(batches.starting_at()) as found:
             for images, labels, _ in found:
                 assert labels is not None
                 watch.moves()
                 right = right + _hits(self.predict(images), labels).sum(1)
-                count += len(labels)
+                count = count + len(labels)
         return (100 * reduce_mean(right, ranks) / reduce_mean(count, ranks)).float()
 
 

@@ -55,6 +55,7 @@ class FrozenEncoder(nn.Module, ABC):
     """What `embed` returns of a layer: the mean of its patches, or its class token."""
     pools: tuple[Pool, ...]
     """The values that `pool` may have, the usual one first."""
+    preprocessing = STANDARD
     guessed_heads = False
     """Whether the number of heads was not stored with the weights."""
 
@@ -66,14 +67,12 @@ class FrozenEncoder(nn.Module, ABC):
         patch_size: tuple[int, int],
         mean: Sequence[float],
         std: Sequence[float],
-        preprocessing: Preprocessing = STANDARD,
     ) -> None:
         super().__init__()
         self.dim, self.depth, self.grid, self.patch_size = dim, depth, grid, patch_size
         self.image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
         self.mean: ChannelValues = (mean[0], mean[1], mean[2])
         self.std: ChannelValues = (std[0], std[1], std[2])
-        self.preprocessing = preprocessing
 
     @abstractmethod
     def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:

@@ -30,8 +30,9 @@ class HubEncoder(FrozenEncoder):
         side, sizes = config.patch_size, config.image_size
         height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
         grid = (height // side, width // side)
-        super().__init__(config.hidden_size, config.num_hidden_layers, grid, (side, side), mean, std, preprocessing)
+        super().__init__(config.hidden_size, config.num_hidden_layers, grid, (side, side), mean, std)
         self.model: Any = model
+        self.preprocessing = preprocessing
         self.pools = ("mean",)
         if getattr(getattr(model, "embeddings", None), "cls_token", None) is not None:
             # BEiT and data2vec are fine-tuned on the mean of their patches, which their config.json says.
