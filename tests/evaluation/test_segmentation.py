@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import binary_dilation, gaussian_filter
 from small_trainings import MemoryVideo
 
 from stop_mim.data.videos import write_mask
@@ -39,14 +39,8 @@ def plain_boundary(mask):
 
 def plain_dilation(boundary, radius):
     """Every pixel of a disk around every pixel of the boundary."""
-    height, width = boundary.shape
-    dilated = np.zeros_like(boundary)
-    for y, x in zip(*np.nonzero(boundary), strict=True):
-        for dy in range(-radius, radius + 1):
-            for dx in range(-radius, radius + 1):
-                if dx * dx + dy * dy <= radius * radius and 0 <= y + dy < height and 0 <= x + dx < width:
-                    dilated[y + dy, x + dx] = True
-    return dilated
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    return binary_dilation(boundary, x * x + y * y <= radius * radius)
 
 
 def plain_contour_accuracy(predicted, truth):
