@@ -103,7 +103,7 @@ def end_to_end(name, arguments, ranks):
     config = evaluate_config()(protocol="generic", seed=arguments.seed, linear_sgd=options)
     encoder = load_encoder(name)
     encoder.image_size = (arguments.image_size,) * 2 if arguments.image_size else encoder.image_size
-    subject = Subject(name, encoder, None, config, 4, ranks, lambda text: lambda done, total: None)
+    subject = Subject(name, encoder, None, config, ranks, lambda text: lambda done, total: None)
     data = open_task_data(arguments.data, arguments.test_data)[0]
     if arguments.classes:
         train, test = (part.part(np.flatnonzero(part.classes < arguments.classes)) for part in (data.train, data.test))

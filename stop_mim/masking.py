@@ -214,10 +214,10 @@ class MultiBlockMasks:
         self.mean_context_available = float(available.float().mean())
         spare = math.prod(self.grid) - self.n_blocks * self.target_tokens
         usual = int(available.float().quantile(TOO_SMALL_CONTEXTS, interpolation="lower"))
-        # A context that fits beside blocks without overlap is worth some patches, but not most: many blocks do overlap.
+        # A context that leaves room for blocks without overlap is worth some patches, but not most: many blocks overlap.
         default = spare if usual / 2 < spare < usual else usual
         self.context_tokens = default if wanted is None else wanted
-        # A count that does not fit beside blocks without overlap must be possible in most layouts.
+        # A count that leaves no room for blocks without overlap must be possible in most layouts.
         least = FEASIBLE_LAYOUTS if self.context_tokens <= spare else USUAL_LAYOUTS
         feasible = float((available >= self.context_tokens).float().mean())
         if self.context_tokens < 1 or feasible < least:
@@ -231,7 +231,7 @@ class MultiBlockMasks:
     def sample(self, batch_size: int, device: Device = "cpu", generator: Generator = None) -> Masks:
         """Draw masks for a batch; the generator must be on the same device.
 
-        Those of the release depend on all images of the batch, and should be drawn for `RELEASE_IMAGES`.
+        The release's masks depend on all images of the batch: draw them for `RELEASE_IMAGES` images.
         """
         if self.compat == "release":
             return self._sample_release(batch_size, device, generator)

@@ -88,7 +88,7 @@ CLASS_MAKERS: Mapping[str, Callable[[np.ndarray], Tensor]] = {"count": count_cla
 
 
 def open_task_data(data: str, test_data: str | None = None, label: str = "auto", seed: int = 0) -> list[TaskData]:
-    """Open the images and return each of their labellings, or the one of `label`."""
+    """Open the images and return all of their labellings, or the one named by `label`."""
     train = open_source(data)
     test = _open_test(data, test_data, train)
     return [_labelled(train, test, name, seed) for name in _choose_labels(train, label)]

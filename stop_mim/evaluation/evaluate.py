@@ -13,13 +13,14 @@ from stop_mim.data.videos import open_videos
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, check_arguments
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
-from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_encoder
+from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_subject
 from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable
 from stop_mim.results import (
     RESULTS_FILE,
     UNTRAINED,
+    USUAL_LABELS,
     Evaluation,
     add_results,
     details_table,
@@ -36,12 +37,12 @@ from stop_mim.training.distributed import Ranks, process_group, wait_for_all
 from stop_mim.training.run_folder import environment
 from stop_mim.training.watch import watch
 
-# Up to so many images, a run's network is scored with its initial weights too, unless the user decides.
+# Up to this many images, a run's network is scored with its initial weights too, unless the user decides.
 MOST_IMAGES_OF_BASELINES = 20_000
 
 
 def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | None = None) -> list[Evaluation]:
-    """Run every task with every encoder, show a table, and write the results; return those of the named encoders.
+    """Run every task with every encoder, show a table, write the results, and return those of the named encoders.
 
     Args:
         names: encoders; see `load_encoder`, also untrained:NAME and masks:FOLDER.
@@ -97,23 +98,20 @@ def _evaluation(task: Task, ranks: Ranks) -> Evaluation:
     scores = list(task.run())
     wait_for_all(ranks)
     around, subject, data, config = environment(), task.subject, task.data, task.config
-    facts = {**subject.facts(), **data.facts(), "date": today(), "versions": around["packages"]}
-    facts |= {"python": around["python"], "gpu": around["gpu"], "device": str(ranks.device)}
-    facts["processes"] = ranks.world_size
+    facts = {
+        **subject.facts(),
+        **data.facts(),
+        "date": today(),
+        "versions": around["packages"],
+        "python": around["python"],
+        "gpu": around["gpu"],
+        "device": str(ranks.device),
+        "processes": ranks.world_size,
+    }
     if task.needs == "images":
         facts["data_fingerprint"] = task.training_images().fingerprint()
-    return Evaluation(
-        subject.name,
-        task.name,
-        data.label,
-        config.data,
-        data.test_name,
-        task.settings(),
-        config.seed,
-        facts,
-        task.details,
-        scores,
-    )
+    about = (subject.name, task.name, data.label, config.data, data.test_name)
+    return Evaluation(*about, task.settings(), config.seed, facts, task.details, scores)
 
 
 def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: ProgressDisplay) -> list[Task]:
@@ -122,11 +120,14 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
     data = _open_data(config, tasks, all(name.startswith(MASKS) for name in names), display.say)
     bar = partial(_bar, display)
     baselines = _baselines(names, config, tasks, data)
-    subjects = [_open_subject(name, config, tasks, ranks, bar) for name in [*names, *baselines]]
-    for number, subject in enumerate(subjects[: len(names)] if len(names) > 1 else []):
-        if isinstance(subject, Subject):
+    subjects = [open_subject(name, config, ranks, bar) for name in [*names, *baselines]]
+    for number, subject in enumerate(subjects):
+        if isinstance(subject, Subject) and len(names) > 1 and number < len(names):
             subject.place = f"{number}-{Path(subject.name).name.replace(':', '-')}"
-    for subject in subjects:
+        if isinstance(subject, GivenMasks) and any(task.needs != "videos" for task in tasks.values()):
+            raise InputError(
+                f"'{subject.name}' can only be scored on videos: add --task video and --data with DAVIS's folder."
+            )
         for note in subject.notes():
             display.say(note)
     for path in {_results_file(subject, config) for subject in subjects}:
@@ -136,8 +137,8 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
         for name, task in tasks.items():
             for one in data[task.needs] if subject.name not in baselines or _frozen(task) else ():
                 if not task.labels or one.label in task.labels:
-                    about = one.label if one.label not in ("class", VideoData.label) else ""
-                    progress = bar(" ".join(filter(None, [subject.name, name, about])))
+                    label = "" if one.label in USUAL_LABELS else one.label
+                    progress = bar(" ".join(filter(None, [subject.name, name, label])))
                     work.append(task(name, config, subject, one, progress))
     for one in work:
         one.check()
@@ -147,7 +148,7 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
 
 
 def _frozen(task: type[Task]) -> bool:
-    """Whether a task scores frozen features of images, as which a network with its initial weights is a fair baseline."""
+    """Whether a task scores frozen features of images: a network with its initial weights is then a fair baseline."""
     return task.needs == "images" and not task.trains
 
 
@@ -180,16 +181,17 @@ def _choose_tasks(config: EvaluateConfig) -> dict[str, type[Task]]:
 def _open_data(
     config: EvaluateConfig, tasks: dict[str, type[Task]], only_masks: bool, say: Callable[[str], None]
 ) -> dict[str, list[Any]]:
-    """Return the labellings of images, and the videos, as far as tasks need them."""
+    """Return the labellings of images, and the videos, if tasks need them."""
     needs = {task.needs for task in tasks.values()}
-    images = _open_images(config, tasks, say) if "images" in needs else []
-    videos = []
+    data: dict[str, list[Any]] = {"images": [], "videos": []}
+    if "images" in needs:
+        data["images"] = _open_images(config, tasks, say)
     if "videos" in needs:
-        # The options of scenes are those of images: beside these, the usual clips are drawn.
-        name = "scenes" if images and "videos" in kinds_of_data(config.data) else config.data
+        # The options of scenes are those of images: with these, the default clips are drawn.
+        name = "scenes" if data["images"] and "videos" in kinds_of_data(config.data) else config.data
         opened = open_videos(name, options_of(config, "video").split, needs_frames=not only_masks)
-        videos.append(VideoData(opened, config.data))
-    return {"images": images, "videos": videos}
+        data["videos"] = [VideoData(opened, config.data)]
+    return data
 
 
 def _open_images(config: EvaluateConfig, tasks: dict[str, type[Task]], say: Callable[[str], None]) -> list[TaskData]:
@@ -211,17 +213,6 @@ def _open_images(config: EvaluateConfig, tasks: dict[str, type[Task]], say: Call
     return data
 
 
-def _open_subject(
-    name: str, config: EvaluateConfig, tasks: dict[str, type[Task]], ranks: Ranks, bar: Callable[[str], Progress]
-) -> Subject | GivenMasks:
-    if name.startswith(MASKS):
-        if any(task.needs != "videos" for task in tasks.values()):
-            raise InputError(f"'{name}' can only be scored on videos: add --task video and --data with DAVIS's folder.")
-        return GivenMasks(name, Path(name.removeprefix(MASKS)).expanduser(), ranks)
-    encoder, run = open_encoder(name, config)
-    return Subject(name, encoder, run, config, max(options_of(config, "linear").layers), ranks, bar)
-
-
 def _check_results_file(path: Path, config: EvaluateConfig) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     require_writable(str(path), path, "make the directory writable, or name another one with --out")
@@ -233,14 +224,13 @@ def _check_results_file(path: Path, config: EvaluateConfig) -> None:
 
 def _bar(display: ProgressDisplay, name: str) -> Progress:
     """Return a progress bar that shows the rate."""
-    started: list[tuple[float, int]] = []
+    first: tuple[float, int] | None = None
 
     def show(done: int, total: int) -> None:
+        nonlocal first
         now = time.perf_counter()
-        if not started:
-            started.append((now, done))
-        since, first = started[0]
-        rate = (done - first) / (now - since) if now > since else 0.0
+        first = first or (now, done)
+        rate = (done - first[1]) / max(now - first[0], 1e-9)
         display.update(name, done, total, f"{rate:,.1f}/s" if rate else "")
 
     return show

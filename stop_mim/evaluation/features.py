@@ -56,13 +56,13 @@ class Features:
         return len(self.indices)
 
     def last(self, layers: int) -> "Features":
-        """Return those of the last layers."""
+        """Return the features of the last layers only."""
         return Features(
             tuple(chunk[:, -layers * self.layer_dim :] for chunk in self.chunks), self.indices, self.layer_dim
         )
 
     def rows(self, positions: Int[Tensor, " m"]) -> Float[Tensor, "m dim"]:
-        """Return some of them, in memory."""
+        """Return the features at these positions, in memory."""
         ends = torch.tensor([len(chunk) for chunk in self.chunks]).cumsum(0)
         found = torch.empty(len(positions), self.chunks[0].shape[1])
         for chunk, end in zip(self.chunks, ends, strict=True):
@@ -72,7 +72,7 @@ class Features:
         return found
 
     def of_images(self, indices: np.ndarray) -> "Features":
-        """Return those of the images with these indices; without a copy, if they are all."""
+        """Return the features of the images with these indices; all of them are not copied."""
         here = torch.isin(self.indices, torch.from_numpy(np.asarray(indices, dtype=np.int64)))
         if here.all():
             return self
@@ -80,7 +80,7 @@ class Features:
         return Features((self.rows(rows),), self.indices[rows], self.layer_dim)
 
     def on(self, device: torch.device) -> Float[Tensor, "n dim"]:
-        """Return all of them, in full precision, on a device."""
+        """Return all features in full precision on a device."""
         return torch.cat([chunk.to(device).float() for chunk in self.chunks])
 
     def size_on_device(self) -> int:
@@ -95,7 +95,7 @@ class LabelledFeatures(NamedTuple):
     labels: Int[Tensor, " n"]
 
     def of_images(self, indices: Int64[np.ndarray, " m"]) -> "LabelledFeatures":
-        """Return those of the images with these indices."""
+        """Return features and classes of the images with these indices."""
         part = self.features.of_images(indices)
         return LabelledFeatures(part, self.labels[torch.isin(self.features.indices, part.indices)])
 
@@ -105,11 +105,7 @@ class LabelledFeatures(NamedTuple):
 
 
 def encoder_fingerprint(encoder: FrozenEncoder) -> str:
-    """Return a short hexadecimal name of all that features depend on.
-
-    That are the normalisation of images, the weights, the pooling, and of every layer its kind and its numbers: heads,
-    epsilons and so on.
-    """
+    """Return a hash of all that features depend on: normalisation, weights, pooling, and each layer's kind and numbers."""
     weights = encoder.state_dict()
     network = encoder.vit if isinstance(encoder, Encoder) else encoder.get_submodule("model")
     layers = [(name, type(layer).__name__, _numbers(layer)) for name, layer in network.named_modules()]
@@ -138,11 +134,7 @@ def features_folder(
     device: torch.device,
     images: Int64[np.ndarray, " n"] | None = None,
 ) -> Path:
-    """Return the cache folder of the features; a GPU, which computes in bf16, has other ones than the CPU.
-
-    Args:
-        images: of these images alone.
-    """
+    """Return the cache folder of the features of all images, or of some; a GPU computes in bf16 and has its own folder."""
     seen = [source.fingerprint(), view.size, view.resize_to, view.interpolation]
     some = [] if images is None else [images.tobytes()]
     key = digest([VERSION, fingerprint, *seen, layers, device.type, *some])
@@ -172,7 +164,7 @@ def extract_features(
     if mine:
         require_writable_cache(folder)
         here = np.concatenate([images[c * CHUNK_IMAGES : (c + 1) * CHUNK_IMAGES] for c in mine])
-        # Of batches that divide a chunk none belongs to two.
+        # The batch size divides the chunk size, so that no batch belongs to two chunks.
         batch_size = next(size for size in range(batch_size, 0, -1) if CHUNK_IMAGES % size == 0)
         order = SequentialOrder(here, batch_size)
         batches = Batches(source, order, view, Placement(workers=workers), ranks.device, progress=decoding)
@@ -209,12 +201,17 @@ def _embedded(
 def _write_chunk(path: Path, parts: list[tuple[Tensor, Tensor]]) -> None:
     indices = torch.cat([numbers for numbers, _ in parts] or [torch.empty(0, dtype=torch.long)])
     features = torch.cat([features for _, features in parts] or [torch.empty(0, 0, dtype=torch.half)])
+    require_finite(features)
+    tensors = {"features": features.cpu(), "indices": indices}
+    cached_file(str(path), lambda draft: save_file(tensors, draft), checked=False)
+
+
+def require_finite(features: Tensor) -> None:
+    """Raise InputError unless all features of an encoder are finite."""
     if not torch.isfinite(features).all():
         raise InputError(
             "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
         )
-    tensors = {"features": features.cpu(), "indices": indices}
-    cached_file(str(path), lambda draft: save_file(tensors, draft), checked=False)
 
 
 def _chunk_file(folder: Path, chunk: int) -> Path:

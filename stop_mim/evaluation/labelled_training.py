@@ -3,12 +3,12 @@
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import Retouch
 from stop_mim.data.batches import Batch, Batches, Placement
-from stop_mim.data.cache import cache_folder, require_writable_cache
-from stop_mim.data.image_source import digest
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.stored import Progress
@@ -172,14 +170,14 @@ class LabelledTraining(Callback, ABC):
             self.conditions.protocol.test_view_of(self.encoder),
             Placement(workers=workers_for(speed, ranks)),
         )
-        right, count = torch.zeros((), device=ranks.device).double(), torch.zeros((), device=ranks.device).double()
         batches = Batches(data.source, order, view, placement, ranks.device, labels=data.labels)
+        right = count = torch.zeros((), dtype=torch.float64, device=ranks.device)
         with closing(batches.starting_at()) as found:
             for images, labels, _ in found:
                 assert labels is not None
                 watch.moves()
                 right = right + _hits(self.predict(images), labels).sum(1)
-                count += len(labels)
+                count = count + len(labels)
         return (100 * reduce_mean(right, ranks) / reduce_mean(count, ranks)).float()
 
 
@@ -190,10 +188,3 @@ def _hits(
     hits = torch.stack([ranked[:, :, :top].any(2) for top in TOP], dim=2)
     # A head whose scores are not finite is never right.
     return (hits & torch.isfinite(logits).all(2, keepdim=True)).double()
-
-
-def state_file(identity: Iterable[Any]) -> Path:
-    """Return the file in the cache that keeps the state of a training, of all that its result depends on."""
-    path = cache_folder() / "evaluations" / f"{digest(identity)}.safetensors"
-    require_writable_cache(path.parent)
-    return path

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ LAYERS = 4
 IMAGES_PER_FEATURE = 10
 # A fraction of the mean of all variances: it bounds the steps along components without variance.
 DAMPING = 1e-4
+BATCH_NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -153,22 +154,20 @@ def inverse_curvature(
     standardised: bool,
     classes: int,
     weight_decay: float,
-    epsilon: float = 1e-5,
 ) -> Float[Tensor, "columns_and_one columns_and_one"]:
     """Return the matrix that turns the gradient of a head's weights and bias into a Newton step from equal scores.
 
     Args:
         moments: means of the products of `sum_of_products`.
-        columns: the head sees so many last features.
+        columns: number of last features that the head sees.
         standardised: whether the head sees them standardised.
         weight_decay: the loss includes half of it times the square of weights and biases.
-        epsilon: that of BatchNorm.
     """
     seen = moments[-columns - 1 :, -columns - 1 :]
     if standardised:
         mean = seen[-1, :-1]
         covariance = seen[:-1, :-1] - mean.outer(mean)
-        scale = (covariance.diagonal().clamp(min=0) + epsilon).rsqrt()
+        scale = (covariance.diagonal().clamp(min=0) + BATCH_NORM_EPS).rsqrt()
         seen = torch.block_diag(covariance * scale.outer(scale), seen[-1:, -1:])
     variances, directions = torch.linalg.eigh(seen)
     evenly = 1 / classes * (1 - 1 / classes)
@@ -200,17 +199,11 @@ def held_out_images(images: int) -> int:
 
 
 def lr_factor(protocol: Protocol, epoch: float) -> float:
-    """Return the learning rate after so many epochs, as a fraction of the first one."""
+    """Return the learning rate at an epoch, as a fraction of the first one."""
     if protocol.final_factor is not None:
         reached = math.floor(epoch) if protocol.by_epoch else epoch
         return cosine(reached / protocol.epochs, 1.0, protocol.final_factor)
     return 0.1 ** bisect_right(protocol.milestones, epoch)
-
-
-def heads_for(protocol: Protocol, depth: int) -> list[Head]:
-    """Return heads of the last layer and of the last four, without and with BatchNorm, at every learning rate."""
-    layers = sorted({1, min(LAYERS, depth)})
-    return [Head(count, norm, lr) for count in layers for norm in (False, True) for lr in protocol.lrs]
 
 
 class LinearTraining(LabelledTraining):
@@ -224,7 +217,9 @@ class LinearTraining(LabelledTraining):
         ranks = conditions.ranks
         encoder.to(ranks.device)
         used, self.held_out = hold_out(train, 1.0, held_out_images(len(train)), conditions.seed)
-        heads, classes = heads_for(protocol, encoder.depth), int(train.classes.max()) + 1
+        # Of the last layer and of the last four, without and with BatchNorm, at every learning rate.
+        kinds = product(sorted({1, min(LAYERS, encoder.depth)}), (False, True), protocol.lrs)
+        heads, classes = [Head(*kind) for kind in kinds], int(train.classes.max()) + 1
         affine = not protocol.preconditioned
         self.heads = LinearHeads(heads, encoder.dim, classes, ranks, conditions.seed, affine).to(ranks.device)
         # Preconditioned steps include weight decay; BatchNorm has none.

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from stop_mim.data.stored import Progress
 from stop_mim.evaluation.features import Chunks
-from stop_mim.evaluation.minimiser import minimise
 from stop_mim.seeds import seeded_generator
 
 # Penalties per image; scikit-learn's C is 1 / (penalty · images).
@@ -25,6 +24,14 @@ HELD_OUT_FRACTION, MAX_HELD_OUT = 0.2, 50_000
 STEPS, STEPS_A_ROUND, HISTORY, IMPROVEMENT = 800, 50, 10, 1e-3
 # Bounds memory; changes no result.
 LOGITS_AT_A_TIME = 2**27
+SUFFICIENT_DECREASE, SHORTENING, MOST_SHORTENINGS = 1e-4, 0.3, 8
+# The relative error of a value in single precision.
+ROUNDING = 2e-7
+STALLED_STEPS = 3
+
+Points = Float[Tensor, "problems dim"]
+Objective = Callable[[Points], tuple[Float[Tensor, " problems"], Points]]
+"""Returns value and gradient of each problem at its point."""
 
 
 def top_accuracy(scores: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], k: int) -> float:
@@ -91,7 +98,7 @@ class TrainingFeatures:
         return variances[kept].float(), directions[:, kept].float()
 
     def batches(self, rows: int) -> Iterator["Stacked"]:
-        """Yield so many images at a time, along the principal components, as a stack of one set."""
+        """Yield batches of this many rows, along the principal components, as a stack of one set."""
         chunks = self.chunks if self.projected is None else (self.projected,)
         for chunk, labels in zip(chunks, self.labels, strict=True):
             for part, part_labels in zip(chunk.split(rows), labels.split(rows), strict=True):
@@ -111,7 +118,7 @@ class TrainingFeatures:
 def fit_together(
     trainings: Sequence[TrainingFeatures], penalties: Sequence[Sequence[float]]
 ) -> list[list[LinearProbe]]:
-    """Return what `fit` finds for each of several small sets and its penalties, of which all have equally many.
+    """Fit several small sets, each with its penalties; every set has the same number of them.
 
     On a GPU, small sets are fitted in one search: each step of a small search waits for the interpreter, and many in one
     wait no longer than a single one. On the CPU each set is fitted on its own.
@@ -170,21 +177,21 @@ def fit_stacked(
             certain += (logits(found, inputs).softmax(3).square_().sum(3) * shares[..., None]).sum(1)
         return ((1 - certain).clamp(min=0) / classes)[..., None, None]
 
+    def tick(done: int, step: int) -> None:
+        if progress is not None:
+            progress(done + step, STEPS)
+
     found = torch.zeros(sets, problems, classes, variances.shape[-1], device=variances.device)
     before = torch.full((sets * problems,), torch.inf, device=variances.device)
     for done in range(0, STEPS, STEPS_A_ROUND):
         stretch = (spread() * variances + strengths).clamp(min=1e-12).rsqrt()
-        tick = None if progress is None else partial(_tick, progress, done)
-        points, values = minimise(objective, (found / stretch).view(sets * problems, -1), STEPS_A_ROUND, HISTORY, tick)
+        start = (found / stretch).view(sets * problems, -1)
+        points, values = minimise(objective, start, STEPS_A_ROUND, partial(tick, done))
         found = points.view_as(found) * stretch
         if bool((before - values <= IMPROVEMENT * values).all()):
             break
         before = values
     return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
-
-
-def _tick(progress: Progress, done: int, step: int, _: int) -> None:
-    progress(done + step, STEPS)
 
 
 def _stack(trainings: Sequence[TrainingFeatures], width: int, rows: int) -> Callable[[], Iterable[Stacked]]:
@@ -232,7 +239,7 @@ def choose_penalty(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Chosen:
-    """Return the penalty with the best accuracy on a held-out part of the images; of equals, the strongest."""
+    """Return the penalty with the best accuracy on a held-out part of the images; the strongest of several best."""
     held = held_out(len(labels), seed)
     labels = labels.cpu()
     parts = held.split([len(chunk) for chunk in chunks])
@@ -243,3 +250,75 @@ def choose_penalty(
     accuracies = [probe.accuracy(kept.float(), labels[held].to(device)) for probe in probes]
     best = max(range(len(PENALTIES)), key=lambda place: accuracies[place])
     return Chosen(PENALTIES[best], accuracies[best])
+
+
+def minimise(
+    objective: Objective, start: Points, steps: int, progress: Callable[[int], None]
+) -> tuple[Points, Float[Tensor, " problems"]]:
+    """Minimise many small problems at once by L-BFGS; return the lowest point found of each, and its value.
+
+    All take a step together, with one device synchronisation per step: torch's own solves one problem, and synchronises
+    dozens of times per step. A problem whose step was too long tries a shorter one while the others go on. The search
+    stops early when none of them improves.
+    """
+    point, (value, gradient) = start, objective(start)
+    memory = _Memory(start)
+    length = 1 / gradient.abs().sum(1).clamp(min=1.0)
+    failed, gained_nothing = torch.zeros_like(value), torch.zeros_like(value)
+    for step in range(steps):
+        direction = memory.direction(gradient)
+        slope = (gradient * direction).sum(1)
+        uphill = slope >= 0
+        direction = torch.where(uphill[:, None], -gradient, direction)
+        slope = torch.where(uphill, -gradient.square().sum(1), slope)
+        moved = point + length[:, None] * direction
+        new_value, new_gradient = objective(moved)
+        lower = new_value <= value + SUFFICIENT_DECREASE * length * slope + ROUNDING * value.abs()
+        memory.add(moved - point, new_gradient - gradient, lower)
+        nothing = value - new_value <= ROUNDING * value.abs()
+        gained_nothing = torch.where(lower, torch.where(nothing, gained_nothing + 1, 0.0), gained_nothing)
+        failed = torch.where(lower, 0.0, failed + 1)
+        length = torch.where(lower, 1.0, SHORTENING * length)
+        point = torch.where(lower[:, None], moved, point)
+        gradient = torch.where(lower[:, None], new_gradient, gradient)
+        value = torch.where(lower, new_value, value)
+        progress(step + 1)
+        if bool(((failed >= MOST_SHORTENINGS) | (gained_nothing >= STALLED_STEPS)).all()):
+            break
+    return point, value
+
+
+class _Memory:
+    """The last accepted moves and changes of gradient of every problem, the newest last."""
+
+    def __init__(self, like: Points) -> None:
+        self.moves = like.new_zeros(HISTORY, *like.shape)
+        self.changes = like.new_zeros(HISTORY, *like.shape)
+        # One over the curvature along a move; zero where there is no move.
+        self.inverses = like.new_zeros(HISTORY, len(like))
+        self.scale = like.new_ones(len(like))
+
+    def add(self, move: Points, change: Points, accepted: Bool[Tensor, " problems"]) -> None:
+        product, square = (move * change).sum(1), change.square().sum(1)
+        tells = accepted & (product > 1e-10 * square) & (square > 0)
+        self.scale = torch.where(tells, product / torch.where(tells, square, 1.0), self.scale)
+        inverse = 1 / torch.where(tells, product, 1.0)
+        for kept, newest in ((self.moves, move), (self.changes, change), (self.inverses, inverse)):
+            chosen = tells.view(-1, *[1] * (newest.dim() - 1))
+            # In place, entry by entry: with many classes a second copy would not fit into memory.
+            for entry, follower in zip(kept, [*kept[1:], newest], strict=True):
+                torch.where(chosen, follower, entry, out=entry)
+
+    def direction(self, gradient: Points) -> Points:
+        """Return minus the gradient times the estimated inverse Hessian."""
+        result, parts = gradient, []
+        remembered = list(zip(self.moves, self.changes, self.inverses, strict=True))
+        for move, change, inverse in reversed(remembered):
+            part = inverse * (move * result).sum(1)
+            result = result - part[:, None] * change
+            parts.append(part)
+        result = self.scale[:, None] * result
+        for (move, change, inverse), part in zip(remembered, reversed(parts), strict=True):
+            other = inverse * (change * result).sum(1)
+            result = result + (part - other)[:, None] * move
+        return -result

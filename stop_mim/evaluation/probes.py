@@ -157,7 +157,7 @@ def low_shot(
 
 
 def choose_penalties(draws: Sequence[Draw], classes: int, seed: int = 0) -> list[Chosen]:
-    """Return, for each draw, the penalty with the best accuracy over folds of its images; of equals, the strongest."""
+    """Return, for each draw, the penalty with the best accuracy over folds of its images; the strongest of several best."""
     parts = [(draw, fold) for draw, (_, labels) in enumerate(draws) for fold in _folds(labels, seed)]
     trainings = [_training(draws[draw], used, classes) for draw, (used, _) in parts]
     fitted = fit_together(trainings, [LOW_SHOT_PENALTIES] * len(parts)) if parts else []
@@ -177,7 +177,7 @@ def _best(right: Sequence[int], tested: int) -> Chosen:
 
 
 def _folds(labels: Int[Tensor, " n"], seed: int) -> list[tuple[Int[Tensor, " m"], Int[Tensor, " h"]]]:
-    """Return used and held-out images, several times over; none where a class has a single image."""
+    """Return pairs of used and held-out images; no pair where a class has a single image."""
     if len(labels) > FEW:
         held = held_out(len(labels), seed)
         return [((~held).nonzero()[:, 0], held.nonzero()[:, 0])]

@@ -14,27 +14,30 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
+from torchvision.utils import draw_segmentation_masks, make_grid
 
 from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.stored import Progress
-from stop_mim.data.videos import Video, write_mask
+from stop_mim.data.videos import Video, davis_palette, write_mask
 from stop_mim.errors import InputError
-from stop_mim.evaluation.overlays import write_contact_sheet
+from stop_mim.evaluation.features import require_finite
 from stop_mim.evaluation.segmentation import Mask, VideoScores, score_videos
 from stop_mim.evaluation.tasks.video import PropagationConfig, Variant
+from stop_mim.files import write_atomically
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.positions import Grid
 
 # Bounds memory; changes no result.
 COSINES_AT_A_TIME = 2**25
 LONG_SIDE_STEP = 64
+# A contact sheet: its number of frames, its columns, their width and the gap between them in pixels, the masks' opacity.
+SHEET_FRAMES, COLUMNS, WIDTH, GAP, OPACITY = 12, 4, 320, 4, 0.6
 
 # Features and soft labels of the patches of one frame.
 LabelledFrame = tuple[Float[Tensor, "patches dim"], Float[Tensor, "patches classes"]]
-
-
+# Height and width.
 Size = tuple[int, int]
-"""Height and width."""
 
 
 def image_size(frame: Size, patch: Size, short_side: int, variant: Variant) -> Size:
@@ -84,7 +87,7 @@ def mask_of(
 
 
 def _nearest(mask: UInt8[Tensor, "h w"], size: Size) -> UInt8[Tensor, "h2 w2"]:
-    """Return the pixels of a mask that are nearest to those of the size, on the CPU."""
+    """Resize a mask by nearest neighbour, on the CPU."""
     # Pillow's choice where two are equally near, as in DINO.
     resized = PIL.Image.fromarray(mask.cpu().numpy()).resize(size[::-1], PIL.Image.Resampling.NEAREST)
     return torch.from_numpy(np.array(resized))
@@ -99,10 +102,7 @@ def patch_features(encoder: FrozenEncoder, image: UInt8[Tensor, "1 3 height widt
         raise InputError(
             f"The encoder gives {len(tokens)} tokens for {patches} patches: use one that gives one token per patch."
         )
-    if not torch.isfinite(tokens).all():
-        raise InputError(
-            "The encoder gives features that are not finite: check its weights, or the run's log for warnings."
-        )
+    require_finite(tokens)
     return F.normalize(tokens.float(), dim=1)
 
 
@@ -201,3 +201,14 @@ def segment_videos(
             write_contact_sheet(video, masks, out / "overlays" / f"{video.name}.png")
 
     return score_videos(videos, predict, foreground, progress)
+
+
+def write_contact_sheet(video: Video, masks: Sequence[UInt8[Tensor, "height width"]], path: Path) -> None:
+    """Write a grid of evenly spaced frames, each with its objects tinted in DAVIS's colours, as PNG."""
+    chosen = np.unique(np.linspace(0, len(masks) - 1, SHEET_FRAMES).round().astype(int)).tolist()
+    colours = [tuple(colour) for colour in davis_palette()[list(video.objects)].tolist()]
+    objects = torch.tensor(video.objects)[:, None, None]
+    size = round(masks[0].shape[0] * WIDTH / masks[0].shape[1]), WIDTH
+    tiles = [draw_segmentation_masks(video.frame(index), masks[index] == objects, OPACITY, colours) for index in chosen]
+    sheet = to_pil_image(make_grid(resize_batch(torch.stack(tiles), size), COLUMNS, GAP, pad_value=255))
+    write_atomically(path, lambda file: sheet.save(file, format="PNG"))

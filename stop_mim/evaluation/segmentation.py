@@ -42,12 +42,8 @@ def boundary_map(mask: BinaryMask) -> BinaryMask:
 
     As in DAVIS, the last row is compared to the right alone, the last column down alone, and the corner not at all.
     """
-    boundary = np.zeros_like(mask)
-    here = mask[:-1, :-1]
-    boundary[:-1, :-1] = (here != mask[:-1, 1:]) | (here != mask[1:, :-1]) | (here != mask[1:, 1:])
-    boundary[-1, :-1] = mask[-1, :-1] != mask[-1, 1:]
-    boundary[:-1, -1] = mask[:-1, -1] != mask[1:, -1]
-    return boundary
+    padded = np.pad(mask, ((0, 1), (0, 1)), mode="edge")
+    return (mask != padded[:-1, 1:]) | (mask != padded[1:, :-1]) | (mask != padded[1:, 1:])
 
 
 def contour_accuracy(predicted: BinaryMask, truth: BinaryMask) -> float:

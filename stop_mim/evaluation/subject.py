@@ -1,4 +1,4 @@
-"""What is evaluated: one encoder with its cached features, or masks that somebody else made."""
+"""The subject of an evaluation: an encoder with its cached features, or given masks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from stop_mim.evaluation.features import (
     features_folder,
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
+from stop_mim.evaluation.task import options_of
 from stop_mim.exchange.loading import ENCODERS, load_encoder, run_of
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import UNTRAINED
@@ -39,7 +40,7 @@ FEW_IMAGES = 0.5
 
 @dataclass(frozen=True)
 class GivenMasks:
-    """Masks of videos that are scored as they are."""
+    """Masks of videos that are scored as they are, with what tasks ask of a `Subject`."""
 
     name: str
     folder: Path
@@ -48,11 +49,11 @@ class GivenMasks:
     encoder: None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return what a result records of them: nothing."""
+        """Return what a result records of them."""
         return {}
 
     def notes(self) -> Iterator[str]:
-        """Yield what was chosen for them: nothing."""
+        """Yield nothing: nothing was chosen for them."""
         yield from ()
 
 
@@ -63,7 +64,6 @@ class Subject:
         name: what the encoder is called on the command line.
         encoder: its images are of `encoder.image_size`.
         run: the run directory that it comes from, if any.
-        layers: features are of at most so many last layers.
         bar: returns a progress bar for a description.
     """
 
@@ -73,16 +73,15 @@ class Subject:
         encoder: FrozenEncoder,
         run: Path | None,
         config: EvaluateConfig,
-        layers: int,
         ranks: Ranks,
         bar: Callable[[str], Progress],
     ) -> None:
         self.name, self.encoder, self.run, self.config, self.ranks = name, encoder.eval(), run, config, ranks
-        self.layers = min(layers, encoder.depth)
+        self.layers = min(max(options_of(config, "linear").layers), encoder.depth)
         # On the CPU: from a GPU every tensor would be copied on its own.
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
-        """The name of its own folder for files, where several encoders are evaluated."""
+        """Name of the encoder's folder for files if several encoders are evaluated."""
         self._bar = bar
         self._features: dict[tuple[int, int | None, str], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
@@ -114,22 +113,20 @@ class Subject:
         """Return features and classes of the readable images of a part of the data."""
         source, view = labelled.source, protocol.test_view_of(self.encoder)
         key = id(source), view.resize_to, view.interpolation
-        if key in self._features or len(labelled) > FEW_IMAGES * len(source) or self._known(source, view):
+        known = key in self._features or any_rank(self._folder(source, view).exists(), self.ranks)
+        if not known and len(labelled) <= FEW_IMAGES * len(source):
+            features = self._extract(source, view, np.sort(labelled.indices).astype(np.int64))
+        else:
             # Other parts of the source will be wanted too.
             if key not in self._features:
                 self._features[key] = self._extract(source, view)
             features = self._features[key].of_images(labelled.indices)
-        else:
-            features = self._extract(source, view, np.sort(labelled.indices).astype(np.int64))
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
     def chunks(self, features: Features) -> Chunks:
         """Return features on the device if they fit into its memory, else as they are on disk."""
         fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
         return [features.on(self.ranks.device)] if fits else list(features.chunks)
-
-    def _known(self, source: ImageSource, view: TestView) -> bool:
-        return any_rank(self._folder(source, view).exists(), self.ranks)
 
     def _folder(self, source: ImageSource, view: TestView, images: np.ndarray | None = None) -> Path:
         return features_folder(self.fingerprint, source, view, self.layers, self.ranks.device, images)
@@ -151,9 +148,13 @@ class Subject:
         )
 
 
-def open_encoder(name: str, config: EvaluateConfig) -> tuple[FrozenEncoder, Path | None]:
-    """Return the encoder of a name, with the pooling and image size asked for, and the run that it (or its twin) is of."""
-    encoder, trained = load_encoder(name), name.removeprefix(UNTRAINED)
+def open_subject(
+    name: str, config: EvaluateConfig, ranks: Ranks, bar: Callable[[str], Progress]
+) -> Subject | GivenMasks:
+    """Return the masks or the encoder of a name, the latter with the pooling and image size of the config."""
+    if name.startswith(MASKS):
+        return GivenMasks(name, Path(name.removeprefix(MASKS)).expanduser(), ranks)
+    encoder = load_encoder(name)
     if config.pool not in ("auto", *encoder.pools):
         raise InputError(f"pool is {config.pool}: '{name}' has no class token; choose mean or auto.")
     encoder.pool = encoder.pools[0] if config.pool == "auto" else config.pool
@@ -165,4 +166,7 @@ def open_encoder(name: str, config: EvaluateConfig) -> tuple[FrozenEncoder, Path
                 f"{max(height, round(size / height) * height)}."
             )
         encoder.image_size = (size, size)
-    return encoder, None if trained.startswith(tuple(ENCODERS)) else run_of(trained)
+    # An untrained network belongs to the run of the trained one.
+    trained = name.removeprefix(UNTRAINED)
+    run = None if trained.startswith(tuple(ENCODERS)) else run_of(trained)
+    return Subject(name, encoder, run, config, ranks, bar)

@@ -113,11 +113,15 @@ class TrainingTask(Task):
         return Conditions(self.protocol(), augment, self.config.seed, self.subject.ranks, self.config.speed)
 
     def run(self) -> Iterator[Score]:
-        from stop_mim.evaluation.labelled_training import state_file
+        from stop_mim.data.cache import cache_folder, require_writable_cache
+        from stop_mim.data.image_source import digest
 
         subject = self.subject
+        # All that the result depends on.
         identity = [subject.fingerprint, subject.encoder.image_size, self.name, self.training_images().fingerprint()]
-        path = state_file([*identity, self.data.test.fingerprint(), self.config.seed, self.settings()])
+        identity += [self.data.test.fingerprint(), self.config.seed, self.settings()]
+        path = cache_folder() / "evaluations" / f"{digest(identity)}.safetensors"
+        require_writable_cache(path.parent)
         training = self.training()
         training.train(path, self.progress)
         yield from self.results(training)

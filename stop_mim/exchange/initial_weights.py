@@ -8,15 +8,14 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
+from stop_mim.exchange.importing import is_release, read_pickle, released_model
 from stop_mim.exchange.loading import SAFETENSORS, is_checkpoint, load_encoder, run_of_checkpoint, split_part
-from stop_mim.exchange.released import is_release, read_pickle, released_model
 from stop_mim.models.build import build_objective
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.encoder import ENCODER_FILE, Encoder, misfit
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Positions, StochasticPositions
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder
 
 # Position tables agree to the rounding of half precision.
@@ -51,20 +50,26 @@ def _from_checkpoint(objective: Objective, path: Path) -> str:
     tensors = read_checkpoint(path).tensors
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     remedy = f"start from its encoder alone, {run.encoder_file}, or choose a recipe of its shape"
-    _require_fit(objective, tensors, run.config(), str(path), remedy)
+    with torch.device("meta"):
+        heads = _heads(build_objective(run.config()))
+    _require_fit(objective, tensors, heads, path, remedy)
     objective.load_state_dict(tensors, strict=True)
     return f"all weights of {path}"
 
 
 def _from_release(objective: Objective, contents: Mapping[str, object], path: Path) -> str:
-    model = released_model(contents, path)
+    tensors, positions, heads = released_model(contents, path)
     remedy = f"start from an encoder alone, {path}#target_encoder, or choose a recipe of its shape"
-    _require_fit(objective, model.tensors, model.config, str(path), remedy)
+    _require_fit(objective, tensors, dict.fromkeys(_heads(objective), heads), path, remedy)
     # Positions are computed, not stored: a resumed run would lose a table that differs from ours.
-    table = objective.positions.table().detach().cpu()
-    if table.shape != model.table.shape or not torch.allclose(table, model.table, atol=POSITIONS_TOLERANCE):
+    ours = objective.positions.table().detach().cpu()[None]
+    if (
+        positions is None
+        or positions.shape != ours.shape
+        or not torch.allclose(ours, positions.float(), atol=POSITIONS_TOLERANCE)
+    ):
         raise InputError(f"{path}#predictor has other positions than this run; {remedy}.")
-    objective.load_state_dict(model.tensors, strict=True)
+    objective.load_state_dict(tensors, strict=True)
     return f"all weights of {path}"
 
 
@@ -83,12 +88,11 @@ def _hint_about_release(positions: Positions, path: Path) -> str | None:
 
 
 def _require_fit(
-    objective: Objective, tensors: dict[str, Tensor], config: TrainConfig, origin: str, remedy: str
+    objective: Objective, tensors: dict[str, Tensor], theirs: Mapping[str, int], origin: Path, remedy: str
 ) -> None:
+    """Raise InputError unless weights and numbers of heads are of this objective."""
     if wrong := misfit(tensors, objective.state_dict()):
         raise InputError(f"{origin} does not fit this run: {wrong}; {remedy}.")
-    with torch.device("meta"):
-        theirs = _heads(build_objective(config))
     for name, heads in _heads(objective).items():
         if theirs[name] != heads:
             raise InputError(

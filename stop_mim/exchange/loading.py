@@ -3,21 +3,26 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import (
+    PARTS,
+    Part,
     encoder_from_timm_names,
     from_hub,
     is_convertible,
+    is_release,
+    is_state,
     read_config,
     read_hub_folder,
+    read_pickle,
     read_timm_folder,
+    released_encoder,
+    state_of,
 )
-from stop_mim.exchange.released import PARTS, Part, is_release, is_state, read_pickle, released_encoder, state_of
 from stop_mim.exchange.releases import MODEL_FILES, PUBLISHED, RELEASE, RELEASES, fetch_release
 from stop_mim.files import read_safetensors
 from stop_mim.hub import fetch, hub_or_cache
@@ -179,15 +184,11 @@ def _from_pickle(path: Path, part: Part | None) -> Encoder:
     contents = read_pickle(path)
     if part is not None or is_release(contents):
         return released_encoder(contents, path, part or "target_encoder")
-    return encoder_from_timm_names(_plain_state(contents, path), str(path))
-
-
-def _plain_state(contents: Any, path: Path) -> Mapping[str, Tensor]:
     for name in STATES:
         if isinstance(contents, Mapping) and isinstance(contents.get(name), Mapping):
-            return state_of(contents, name, path)
+            return encoder_from_timm_names(state_of(contents, name, path), str(path))
     if is_state(contents) and contents:
-        return contents
+        return encoder_from_timm_names(contents, str(path))
     raise InputError(f"{path} holds no weights by name: give {_known()}.")
 
 
@@ -203,12 +204,12 @@ def _part_of_run(path: Path, part: Part) -> Encoder:
     """Return an encoder of a checkpoint, or of the newest one of a run."""
     file = RunFolder(path).newest_checkpoint() if path.is_dir() else path
     if file is None or not is_checkpoint(file):
-        raise InputError(f"{path} has no checkpoint, which alone holds two encoders: leave #{part} out.")
+        raise InputError(f"{path} has no checkpoint, and only checkpoints hold two encoders: leave #{part} out.")
     return _from_checkpoint(file, part)
 
 
 def _from_checkpoint(path: Path, part: Part = "target_encoder") -> Encoder:
-    """Return an encoder of a checkpoint; that of an objective without a target is both."""
+    """Return an encoder of a checkpoint; an objective without a target encoder has one for both parts."""
     encoder, tensors = build_encoder(run_of_checkpoint(path).config().encoder), read_checkpoint(path).tensors
     found: dict[str, Tensor] = {}
     for prefix in ("model.encoder.", "model.target.")[: 1 if part == "encoder" else 2]:

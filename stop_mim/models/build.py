@@ -1,4 +1,4 @@
-"""From the options of a model to its parts. The objectives themselves are built beside their classes."""
+"""Build the parts of a model from its options; each objective has its builder in its own module."""
 
 import dataclasses
 import math

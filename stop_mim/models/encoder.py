@@ -24,10 +24,9 @@ from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.models.config import EncoderSize, Initialisation
-from stop_mim.models.frozen_encoder import FrozenEncoder
+from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Preprocessing
 from stop_mim.models.kernels.short_attention import ShortAttention
 from stop_mim.models.layers import Images, initialise_transformer, run_layer
-from stop_mim.models.preprocessing import STANDARD, Preprocessing
 from stop_mim.positions import SinCosPositions
 
 ENCODER_FILE = "encoder.safetensors"
@@ -235,7 +234,7 @@ def require_depth(depth: Any, tensors: Mapping[str, Tensor], origin: str) -> Non
 
 
 def count_layers(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of layers that have weights, whatever numbers they have."""
+    """Return the number of layers that have weights."""
     return len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
 
 

@@ -1,21 +1,51 @@
-"""What evaluations know of an encoder, whether it is ours, timm's or of the Hugging Face hub."""
+"""The interface of encoders for evaluation, whether ours, timm's or of the Hugging Face hub, and their preprocessing."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
+from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
 from stop_mim.data.augment import ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.models.layers import Images
-from stop_mim.models.preprocessing import STANDARD, Preprocessing, make_transform
 from stop_mim.positions import Grid
 
 Pool = Literal["mean", "cls"]
+# PIL's numbers of filters, which Hugging Face stores.
+FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+
+
+class Preprocessing(NamedTuple):
+    """How images are resized and cropped to the encoder's size, under timm's names; the defaults are our encoders'."""
+
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+    """Part of the resized image's short side that the crop keeps."""
+    crop_mode: str = "center"
+    """center: resize the short side and crop; squash: resize both sides."""
+
+    @classmethod
+    def of_timm(cls, values: Mapping[str, Any]) -> "Preprocessing":
+        """Read timm's `pretrained_cfg`."""
+        return cls(**{name: values[name] for name in cls._fields if values.get(name) is not None})
+
+    @classmethod
+    def of_hub(cls, values: Mapping[str, Any]) -> "Preprocessing":
+        """Read a Hugging Face preprocessor_config.json."""
+        interpolation = FILTERS.get(values.get("resample", 2), "bilinear")
+        size, crop = values.get("size"), values.get("crop_size")
+        if isinstance(size, Mapping) and "shortest_edge" in size:
+            kept = crop["height"] / size["shortest_edge"] if values.get("do_center_crop") and crop else 1.0
+            return cls(interpolation, kept)
+        return cls(interpolation, crop_mode="squash")
+
+
+STANDARD = Preprocessing()
 
 
 class FrozenEncoder(nn.Module, ABC):
@@ -25,6 +55,7 @@ class FrozenEncoder(nn.Module, ABC):
     """What `embed` returns of a layer: the mean of its patches, or its class token."""
     pools: tuple[Pool, ...]
     """The values that `pool` may have, the usual one first."""
+    preprocessing = STANDARD
     guessed_heads = False
     """Whether the number of heads was not stored with the weights."""
 
@@ -36,14 +67,12 @@ class FrozenEncoder(nn.Module, ABC):
         patch_size: tuple[int, int],
         mean: Sequence[float],
         std: Sequence[float],
-        preprocessing: Preprocessing = STANDARD,
     ) -> None:
         super().__init__()
         self.dim, self.depth, self.grid, self.patch_size = dim, depth, grid, patch_size
         self.image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
         self.mean: ChannelValues = (mean[0], mean[1], mean[2])
         self.std: ChannelValues = (std[0], std[1], std[2])
-        self.preprocessing = preprocessing
 
     @abstractmethod
     def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
@@ -72,4 +101,5 @@ class FrozenEncoder(nn.Module, ABC):
     @property
     def transform(self) -> Callable[[Any], Tensor]:
         """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
-        return make_transform(self.image_size, self.mean, self.std, self.preprocessing)
+        how = self.preprocessing._asdict()
+        return create_transform((3, *self.image_size), mean=self.mean, std=self.std, **how)

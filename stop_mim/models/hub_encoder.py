@@ -8,9 +8,8 @@ from torch import Tensor
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.frozen_encoder import FrozenEncoder
+from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Preprocessing
 from stop_mim.models.layers import Images
-from stop_mim.models.preprocessing import STANDARD, Preprocessing
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
 # The model types whose last layer, a classifier's, is left out.
@@ -31,8 +30,9 @@ class HubEncoder(FrozenEncoder):
         side, sizes = config.patch_size, config.image_size
         height, width = (sizes, sizes) if isinstance(sizes, int) else sizes
         grid = (height // side, width // side)
-        super().__init__(config.hidden_size, config.num_hidden_layers, grid, (side, side), mean, std, preprocessing)
+        super().__init__(config.hidden_size, config.num_hidden_layers, grid, (side, side), mean, std)
         self.model: Any = model
+        self.preprocessing = preprocessing
         self.pools = ("mean",)
         if getattr(getattr(model, "embeddings", None), "cls_token", None) is not None:
             # BEiT and data2vec are fine-tuned on the mean of their patches, which their config.json says.
@@ -58,7 +58,7 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
     except ImportError as error:
         raise MissingExtra("hf: encoders", "transformers", "hf") from error
     kind: Any
-    # It warns of weights beside the encoder, such as those of a decoder.
+    # It warns of weights that do not belong to the encoder, such as a decoder's.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

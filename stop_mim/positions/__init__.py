@@ -1,6 +1,6 @@
 """Positions of patches as vectors: sine-cosine, learned, and stochastic (StoP, the paper's method).
 
-This package needs torch alone, so that it fits into any masked-image model. `noise_scale` and `jittered` are ours and
+This package needs torch alone, so that it fits into any masked-image model. `NoiseScale` and `jittered` are ours and
 not the paper's.
 """
 
@@ -18,8 +18,7 @@ from stop_mim.positions.deterministic import (
     sincos_positions,
 )
 from stop_mim.positions.jittered import JitteredPositions, shifted_positions
-from stop_mim.positions.noise_scale import NoiseScale
-from stop_mim.positions.stochastic import StochasticPositions, stochastic_positions
+from stop_mim.positions.stochastic import NoiseScale, StochasticPositions, stochastic_positions
 
 __all__ = [
     "COVARIANCES",

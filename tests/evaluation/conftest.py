@@ -32,20 +32,6 @@ def colours(tmp_path):
     return tmp_path / "colours"
 
 
-@pytest.fixture
-def alike(tmp_path):
-    """Images of one size, of two classes."""
-    random = np.random.default_rng(0)
-    for split, count in (("train", 10), ("test", 4)):
-        for place, name in enumerate(("dark", "light")):
-            folder = tmp_path / "alike" / split / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                pixels = random.integers(0, 120, (40, 40, 3)) + 120 * place
-                PIL.Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{name}_{number}.png")
-    return tmp_path / "alike"
-
-
 @pytest.fixture(scope="module")
 def encoder():
     return small_encoder()

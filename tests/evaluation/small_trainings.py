@@ -1,4 +1,4 @@
-"""Small labelled sets, encoders and tasks for tests, and what happens to trainings: interruptions, several processes."""
+"""Small labelled sets, videos, encoders and tasks for tests, and what happens to trainings: kills and signals."""
 
 import io
 import os
@@ -14,6 +14,7 @@ from torch import nn
 from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.labelled import LabelledSet
+from stop_mim.data.videos import Video
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import TaskData
 from stop_mim.evaluation.labelled_training import Conditions
@@ -102,7 +103,7 @@ def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALO
     """A task of these sets, with this protocol instead of the data's; `options` are those of the task."""
     kind = TASKS[name]
     config = evaluate_config()(speed=speed, seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
-    subject = Subject("toy", encoder, None, config, 4, ranks, lambda name: None)
+    subject = Subject("toy", encoder, None, config, ranks, lambda name: None)
     subject.protocol = lambda data: protocol
     data = TaskData("class", int(train.classes.max()) + 1, train, test, held_out=False)
     return kind(name, config, subject, data, progress or (lambda done, total: None))
@@ -111,6 +112,28 @@ def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALO
 def scores_of(task):
     task.check()
     return {score.name: score.value for score in task.run()}
+
+
+class MemoryVideo(Video):
+    """A video of masks alone."""
+
+    def __init__(self, name, masks):
+        self.name, self.masks = name, masks
+
+    def __len__(self):
+        return len(self.masks)
+
+    def frame(self, index):
+        raise AssertionError("frames are not looked at to score masks")
+
+    def has_mask(self, index):
+        return self.masks[index] is not None
+
+    def mask(self, index):
+        return self.masks[index]
+
+    def fingerprint(self):
+        return self.name
 
 
 class Killed(Exception):

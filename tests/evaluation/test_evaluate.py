@@ -297,21 +297,6 @@ def test_features_are_computed_once(run, colours, monkeypatch):
     assert len(read_results(run / "results.json")) == 2
 
 
-def test_images_are_decoded_for_the_first_encoder_alone(run, alike, monkeypatch):
-    config = replace(QUICK, task=("knn",), data=str(alike))
-    monkeypatch.setenv("STOP_MIM_DECODED_GIB", "0")
-    (expected,) = evaluate([f"untrained:{run}"], config, silent())
-    shutil.rmtree(Path(os.environ["STOP_MIM_CACHE"]) / "features")
-    monkeypatch.delenv("STOP_MIM_DECODED_GIB")
-    monkeypatch.setattr("stop_mim.data.stored.LEAST_CACHED_BYTES", 1)
-    evaluate([str(run)], config, silent())
-    for name in ("open", "read"):
-        monkeypatch.setattr(f"stop_mim.data.image_source.ImageSource.{name}", lambda *_: pytest.fail("decoded again"))
-    (found,) = evaluate([f"untrained:{run}"], config, silent())
-    assert found.scores == expected.scores
-    assert found.facts["data_fingerprint"] == expected.facts["data_fingerprint"]
-
-
 def test_two_processes_share_the_work(run, colours, tmp_path):
     """Heads and fine-tuning: test_two_processes.py."""
     options = ["--task", "knn", "--data", str(colours), "--knn.neighbours", "3", "--speed.device", "cpu"]

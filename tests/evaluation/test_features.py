@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from small_trainings import ALONE, CPU
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -30,8 +31,6 @@ from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder, save_encoder
 from stop_mim.training.distributed import Ranks
 
-CPU = torch.device("cpu")
-ALONE = Ranks(0, 1, 1, CPU)
 VIEW = TestView((32, 32))
 
 

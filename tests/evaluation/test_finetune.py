@@ -162,14 +162,10 @@ def test_a_loss_that_is_not_finite_ends_it(tmp_path):
         training(replace(PLAIN, lr=1e30, warmup_epochs=0.0)).train(tmp_path / "state")
 
 
-def test_encoders_and_sizes_that_cannot_be_trained_are_refused():
+def test_encoders_that_cannot_be_trained_are_refused():
     sets = coloured(32), coloured(16, seed=1)
     with pytest.raises(InputError, match="HubEncoder"):
         task(HubEncoder(HubModel()), *sets).check()
-    encoder = small_encoder()
-    encoder.image_size = (32, 32)
-    with pytest.raises(InputError, match="image_size is 32"):
-        task(encoder, *sets).check()
 
 
 @pytest.mark.gpu

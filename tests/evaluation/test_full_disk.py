@@ -56,18 +56,8 @@ def test_export(disk, encoder, capsys, form):
 
 
 def test_evaluate(disk, encoder, colours, capsys, monkeypatch):
-    knn = [
-        "evaluate",
-        encoder,
-        "--task",
-        "knn",
-        "--data",
-        str(colours),
-        "--speed.device",
-        "cpu",
-        "--speed.workers",
-        "0",
-    ]
+    knn = ["evaluate", encoder, "--task", "knn", "--data", str(colours)]
+    knn += ["--speed.device", "cpu", "--speed.workers", "0"]
     main([*knn, "--out", str(disk)])
     fill(disk, free=0)
     refuses(disk, capsys, disk / "results.json", *knn, "--out", disk, "--seed", "1")

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
+from small_trainings import CPU
 
 from stop_mim.evaluation.probes import knn
 from stop_mim.models import neighbours
 from stop_mim.models.neighbours import nearest, votes
-
-CPU = torch.device("cpu")
 
 
 def scores(features, labels, test_features, test_labels, neighbours):

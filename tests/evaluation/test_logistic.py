@@ -5,14 +5,11 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
-from small_trainings import coloured, make_task, small_encoder
+from small_trainings import CPU, coloured, make_task, small_encoder
 
 from stop_mim.evaluation import logistic, probes
-from stop_mim.evaluation.logistic import PENALTIES, TrainingFeatures, choose_penalty, fit_stacked
-from stop_mim.evaluation.minimiser import minimise
+from stop_mim.evaluation.logistic import PENALTIES, STEPS, TrainingFeatures, choose_penalty, fit_stacked
 from stop_mim.evaluation.probes import DEFAULT_PENALTY, LOW_SHOT_PENALTIES, choose_penalties, linear_probe, low_shot
-
-CPU = torch.device("cpu")
 
 
 def fit(features, labels, penalty, standardise=True):
@@ -104,6 +101,13 @@ def test_sets_fitted_together_are_fitted_as_each_alone(clusters):
             )
 
 
+def test_the_search_ends_when_nothing_improves(clusters):
+    steps = []
+    TrainingFeatures([clusters[0]], clusters[1], 5, CPU).fit([1.0], lambda *step: steps.append(step))
+    assert steps[0] == (1, STEPS)
+    assert len(steps) < 100
+
+
 # The task linear
 
 
@@ -186,18 +190,6 @@ def test_mean_and_deviation_are_those_of_the_draws(few, monkeypatch):
     assert (single.std, single.low < single.value < single.high) == (None, True)
 
 
-def test_a_given_penalty_is_of_all_images_together(few):
-    features, labels = few
-    found = low_shot("5", [(features[:35], labels[:35])], features[210:], labels[210:], 7, total_penalty=0.0025)
-    scores = {score.name: score for score in found}
-    assert scores["5/draw=0/penalty"].value == 0.0025 / 35
-    scaler = StandardScaler().fit(features[:35])
-    reference = LogisticRegression(C=1 / 0.0025, max_iter=5000, tol=1e-8)
-    reference.fit(scaler.transform(features[:35]), labels[:35])
-    theirs = 100 * reference.score(scaler.transform(features[210:]), labels[210:])
-    assert scores["5/top1"].value == pytest.approx(theirs, abs=0.5)
-
-
 def test_a_fraction_that_cannot_be_drawn_is_noted():
     task = make_task("low-shot", small_encoder(), coloured(240, 6), coloured(6, 6), amounts=("1%", "10%", "1"))
     (note,) = task.notes()
@@ -228,43 +220,3 @@ def test_of_many_labels_one_part_is_held_out_as_by_the_linear_probe(few, monkeyp
     (ours,), theirs = choose_penalties([few], 7, seed=3), choose_penalty([few[0]], few[1], 7, CPU, seed=3)
     assert ours.penalty == theirs.penalty
     assert ours.held_out == pytest.approx(theirs.held_out)
-
-
-# The minimiser
-
-
-def quadratics(problems=5, dim=30, condition=100.0):
-    generator = torch.Generator().manual_seed(0)
-    curvatures = torch.logspace(0, torch.tensor(condition).log10().item(), dim).repeat(problems, 1)
-    optima = torch.randn(problems, dim, generator=generator)
-
-    def objective(points):
-        away = points - optima[: len(points)]
-        return 0.5 * (curvatures[: len(points)] * away.square()).sum(1), curvatures[: len(points)] * away
-
-    return objective, optima
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_quadratics_are_solved_at_any_scale(scale):
-    objective, optima = quadratics()
-    found, _ = minimise(lambda points: tuple(scale * part for part in objective(points)), torch.zeros(5, 30))
-    torch.testing.assert_close(found, optima, atol=0.02, rtol=0)
-
-
-def test_problems_do_not_touch_one_another():
-    objective, optima = quadratics()
-    together, values = minimise(objective, torch.zeros(5, 30), steps=25)
-    torch.testing.assert_close(values, objective(together)[0])
-    torch.testing.assert_close(together[:1], minimise(objective, torch.zeros(1, 30), steps=25)[0], atol=0.05, rtol=0)
-    # One that is solved stays so while the others go on.
-    found, _ = minimise(objective, torch.cat([optima[:1], torch.zeros(4, 30)]))
-    torch.testing.assert_close(found, optima, atol=2e-3, rtol=0)
-
-
-def test_it_ends_when_nothing_improves():
-    objective, _ = quadratics(condition=10.0)
-    steps = []
-    minimise(objective, torch.zeros(5, 30), steps=500, progress=lambda *step: steps.append(step))
-    assert steps[0] == (1, 500)
-    assert steps[-1][0] < 100

@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import binary_dilation, gaussian_filter
+from small_trainings import MemoryVideo
 
-from stop_mim.data.videos import Video, write_mask
+from stop_mim.data.videos import write_mask
 from stop_mim.errors import InputError
 from stop_mim.evaluation.segmentation import (
     boundary_map,
@@ -38,14 +39,8 @@ def plain_boundary(mask):
 
 def plain_dilation(boundary, radius):
     """Every pixel of a disk around every pixel of the boundary."""
-    height, width = boundary.shape
-    dilated = np.zeros_like(boundary)
-    for y, x in zip(*np.nonzero(boundary), strict=True):
-        for dy in range(-radius, radius + 1):
-            for dx in range(-radius, radius + 1):
-                if dx * dx + dy * dy <= radius * radius and 0 <= y + dy < height and 0 <= x + dx < width:
-                    dilated[y + dy, x + dx] = True
-    return dilated
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    return binary_dilation(boundary, x * x + y * y <= radius * radius)
 
 
 def plain_contour_accuracy(predicted, truth):
@@ -102,28 +97,6 @@ def test_recall_and_frames_without_a_value():
     found = statistics(np.array([0.5, 0.6, np.nan, 1.0]))
     assert found == pytest.approx({"mean": 0.7, "recall": 0.5, "decay": 0.55 - 1.0})
     assert math.isnan(statistics(np.array([np.nan, np.nan]))["mean"])
-
-
-class MemoryVideo(Video):
-    """A video of masks alone."""
-
-    def __init__(self, name, masks):
-        self.name, self.masks = name, masks
-
-    def __len__(self):
-        return len(self.masks)
-
-    def frame(self, index):
-        raise AssertionError("frames are not looked at to score masks")
-
-    def has_mask(self, index):
-        return self.masks[index] is not None
-
-    def mask(self, index):
-        return self.masks[index]
-
-    def fingerprint(self):
-        return self.name
 
 
 def random_masks(seed, frames, objects, shape=(24, 36)):

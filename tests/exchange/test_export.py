@@ -1,8 +1,8 @@
 """`stop-mim export`: every format is complete or absent, and its card says where it comes from and how to load it."""
 
-import builtins
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -12,8 +12,7 @@ import stop_mim
 from stop_mim.cli import main
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.exchange import export as export_module
-from stop_mim.exchange.card import Origin, model_card
-from stop_mim.exchange.export import export_encoder
+from stop_mim.exchange.export import Origin, export_encoder, model_card
 from stop_mim.exchange.formats import EXPORTERS, Exported, Place, require_same_tokens
 from stop_mim.exchange.loading import run_of
 from stop_mim.models.encoder import save_encoder
@@ -141,14 +140,8 @@ def test_mistakes_are_one_sentence_and_write_nothing(ours, tmp_path, capsys, mon
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert named in line
-    real_import = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name in ("onnx", "huggingface_hub"):
-            raise ImportError(name, name=name)
-        return real_import(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in ("onnx", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtra, match=r"stop-mim\[onnx\]"):
         export_encoder(str(ours), "onnx", tmp_path / "out")
     with pytest.raises(MissingExtra, match=r"stop-mim\[hf\]"):

@@ -5,7 +5,7 @@ import json
 import pytest
 import timm
 import torch
-from release_files import generator, release, tokens_by_definition, without_prefix
+from release_files import generator, release
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.layers import SwiGLU
@@ -103,18 +103,11 @@ def test_other_models_of_hugging_face_stay_what_they_are(tmp_path, images, trans
         assert encoder(images).shape == (3, 16, 48)
 
 
-def test_a_part_of_a_file_and_a_file_with_such_a_name(tmp_path):
-    contents = release()
-    torch.save(contents, tmp_path / "a.pth.tar")
+def test_a_file_whose_name_looks_like_a_part_comes_first(tmp_path):
+    torch.save(release(), tmp_path / "a.pth.tar")
     torch.save(release(grid=2), tmp_path / "a.pth.tar#encoder")
-    images = torch.randn(1, 3, 32, 32)
     assert stop_mim.load_encoder(tmp_path / "a.pth.tar#target_encoder").grid == (4, 4)
-    assert stop_mim.load_encoder(tmp_path / "a.pth.tar#encoder").grid == (2, 2), "a file of that name comes first"
-    (tmp_path / "a.pth.tar#encoder").unlink()
-    encoder = stop_mim.load_encoder(tmp_path / "a.pth.tar#encoder")
-    state = without_prefix(contents["encoder"])
-    images = torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(encoder(images), tokens_by_definition(state, images, 3), atol=1e-4, rtol=1e-3)
+    assert stop_mim.load_encoder(tmp_path / "a.pth.tar#encoder").grid == (2, 2)
 
 
 def small():
@@ -122,33 +115,24 @@ def small():
     return create_encoder(Dimensions(48, 2, 3), 32, 8)
 
 
-def timm_folder(tmp_path, change_tensors=None, change_config=None):
-    save_encoder(small(), tmp_path / "small.safetensors")
-    folder = export_encoder(str(tmp_path / "small.safetensors"), "timm", tmp_path / "timm")
-    tensors = load_file(folder / "model.safetensors")
-    (change_tensors or (lambda t: None))(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (change_config or (lambda c: None))(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("change_tensors", "change_config", "words"),
+    ("change", "words"),
     [
-        (lambda t: t.pop("norm.bias"), None, r"1 missing \(norm.bias\)"),
-        (
-            None,
-            lambda c: c["model_args"].update(patch_size=16),
-            "of another shape .*patch_embed.proj.weight is 48x3x8x8",
-        ),
-        (None, lambda c: c.update(architecture="vit_nonsense"), "config.json .*vit_nonsense"),
+        (lambda c: c["model_args"].update(patch_size=16), "of another shape .*patch_embed.proj.weight is 48x3x8x8"),
+        (lambda c: c["model_args"].update(depth=20000), "depth of 20000"),
+        (lambda c: c.update(architecture="vit_nonsense"), "config.json .*vit_nonsense"),
     ],
 )
-def test_a_folder_of_timm_that_is_wrong(tmp_path, change_tensors, change_config, words):
+def test_a_folder_of_timm_that_is_wrong(tmp_path, change, words):
+    save_encoder(small(), tmp_path / "small.safetensors")
+    folder = export_encoder(str(tmp_path / "small.safetensors"), "timm", tmp_path / "timm")
+    # Without our metadata, as timm writes it.
+    save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=words):
-        stop_mim.load_encoder(timm_folder(tmp_path, change_tensors, change_config))
+        stop_mim.load_encoder(folder)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +210,6 @@ def test_no_file_asks_for_more_layers_than_it_has(tmp_path):
     save_file({**tensors, "blocks.100000.x": torch.zeros(1)}, path)
     with pytest.raises(InputError, match=r"12 missing .*1 unknown \(blocks\.100000\.x\)"):
         stop_mim.load_encoder(path)
-    with pytest.raises(InputError, match="depth of 20000"):
-        stop_mim.load_encoder(timm_folder(tmp_path, change_config=lambda c: c["model_args"].update(depth=20000)))
 
 
 def test_a_checkpoint_far_from_its_run(tmp_path):

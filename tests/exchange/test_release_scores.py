@@ -108,7 +108,8 @@ def test_features_and_the_probe_with_few_labels_are_those_of_the_definition(chec
 
 # Video object segmentation, as DINO's evaluation does it
 
-FRAME, SHORT_SIDE, SIZE, WINDOW, CONTEXT = (40, 110), 64, (64, 128), 2, 3
+FRAME, SHORT_SIDE, SIZE = (40, 110), 64, (64, 128)
+WINDOW, CONTEXT, NEIGHBOURS, TEMPERATURE = 2, 3, 4, 0.2
 
 
 @pytest.fixture
@@ -148,11 +149,11 @@ def nearest(mask, size):
 
 
 def next_labels(features, context, grid):
-    """Labels of a frame: of each patch's five nearest among the frames of the context, exp(cosine / 0.1) their weight."""
+    """Labels of a frame: of each patch's nearest among the frames of the context, exp(cosine / temperature) their weight."""
     rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
     near = np.maximum(abs(rows[:, None] - rows), abs(columns[:, None] - columns)) <= WINDOW
-    affinity = np.concatenate([np.exp(features @ other.T / 0.1) * near for other, _ in context], axis=1)
-    affinity[affinity < np.sort(affinity, axis=1)[:, -5:-4]] = 0
+    affinity = np.concatenate([np.exp(features @ other.T / TEMPERATURE) * near for other, _ in context], axis=1)
+    affinity[affinity < np.sort(affinity, axis=1)[:, [-NEIGHBOURS]]] = 0
     return affinity / affinity.sum(1, keepdims=True) @ np.concatenate([labels for _, labels in context])
 
 
@@ -175,7 +176,9 @@ def masks_by_definition(state, frames, mask):
 def test_masks_are_those_of_the_definition(checkpoint, video, tmp_path):
     path, state = checkpoint
     write_video(tmp_path / "davis", *video)
-    propagation = PropagationConfig(short_side=SHORT_SIDE, window=WINDOW, context_frames=CONTEXT)
+    propagation = PropagationConfig(
+        short_side=SHORT_SIDE, window=WINDOW, context_frames=CONTEXT, neighbours=NEIGHBOURS, temperature=TEMPERATURE
+    )
     options = VideoOptions(masks=tmp_path / "masks", propagation=propagation)
     scores(path, task=("video",), data=str(tmp_path / "davis"), video=options)
     ours = np.stack([np.asarray(PIL.Image.open(file)) for file in sorted((tmp_path / "masks/bear").iterdir())])

@@ -20,8 +20,8 @@ from stop_mim.models.encoder import (
     mlp_ratio,
     save_encoder,
 )
+from stop_mim.models.frozen_encoder import Preprocessing
 from stop_mim.models.predictor import Predictor, context_projection
-from stop_mim.models.preprocessing import Preprocessing
 from stop_mim.positions import SinCosPositions
 
 SMALL = Dimensions(width=48, depth=3, heads=3)

@@ -37,12 +37,10 @@ def test_sincos_is_row_major_and_separable():
     torch.testing.assert_close(rows[2, 4], torch.cat([expected[1].sin(), expected[1].cos()]))
 
 
-def test_sincos_positions_are_distinct_and_not_parameters():
+def test_sincos_positions_are_not_parameters():
     positions = SinCosPositions(14, 384)
     assert not list(positions.parameters())
     assert not positions.state_dict()
-    distances = torch.cdist(positions.table(), positions.table()) + torch.eye(196) * 100
-    assert distances.min() > 0.1
     assert sincos_positions(torch.zeros(2, device="meta"), torch.zeros(2, device="meta"), DIM).device.type == "meta"
 
 

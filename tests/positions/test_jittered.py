@@ -46,15 +46,6 @@ def test_samples_have_the_mean_and_the_power_of_the_formula(noisy, scale):
     torch.testing.assert_close(samples.square().sum(-1), psi.square().sum().expand(len(samples)), atol=1e-5, rtol=0)
 
 
-def test_the_covariance_of_a_small_jitter_is_that_of_the_jacobian(noisy):
-    positions, where = JitteredPositions(GRID, DIM, scale=0.02), torch.tensor([1.0, 2.0], dtype=torch.float64)
-    jacobian = torch.autograd.functional.jacobian(lambda x: sincos_positions(x[0], x[1], DIM), where).float()
-    expected = 0.02**2 * jacobian @ jacobian.T
-    measured = torch.cov(noisy(positions, torch.full((1, 200_000), 7))[0].T)
-    torch.testing.assert_close(measured, expected, atol=0.02 * expected.diagonal().max().item(), rtol=0)
-    assert torch.linalg.matrix_rank(expected, rtol=1e-4) == 2
-
-
 @pytest.mark.parametrize("silence", ["eval", "nowhere", "scale"])
 def test_silent_positions_are_bit_equal_to_sine_and_cosine(indices, silence):
     scale, apply_to = 0.0 if silence == "scale" else 0.5, "none" if silence == "nowhere" else "masked"

@@ -19,7 +19,7 @@ class LinearOptions(Checked, group="linear"):
     standardise: tuple[bool, ...] = (True, False)
     """Standardised features (batch_norm), plain ones, or both; held-out images choose."""
     layers: Annotated[tuple[int, ...], Each(ABOVE_ZERO)] = (1, 4)
-    """Features of so many last layers, concatenated; of several numbers, held-out images choose."""
+    """Numbers of last layers whose features are concatenated; of several, held-out images choose."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -63,17 +63,14 @@ class FewLabels(Task):
 
         few, data, seed = self.few, self.data.train, self.config.seed
 
-        def drawn(amount: float | int, draw: int) -> np.ndarray:
+        def drawn(name: str, draw: int) -> np.ndarray:
+            amount = parse_amount(name)
             if isinstance(amount, float):
-                return draw_fraction(data.classes, amount, seed, draw)
-            return draw_per_class(data.classes, amount, seed, draw, data.source.class_names)
+                return data.indices[draw_fraction(data.classes, amount, seed, draw)]
+            return data.indices[draw_per_class(data.classes, amount, seed, draw, data.source.class_names)]
 
         if few.list_file is None:
-            amounts = {amount: parse_amount(amount) for amount in few.amounts}
-            return {
-                name: [data.indices[drawn(amount, draw)] for draw in range(few.draws)]
-                for name, amount in amounts.items()
-            }
+            return {name: [drawn(name, draw) for draw in range(few.draws)] for name in few.amounts}
         chosen = read_image_list(few.list_file, data.source)
         if outside := len(np.setdiff1d(chosen, data.indices)):
             raise InputError(

@@ -66,11 +66,10 @@ class VideoSegmentation(Task):
 
     def run(self) -> Iterator[Score]:
         """Yield means over all objects; the details have every sequence."""
-        if self.subject.ranks.is_main:
-            self.details.update(self._scores())
-            for metric, value in self.details.items():
-                if metric != "sequences":
-                    yield Score(metric, 100 * value, headline=metric in HEADLINES)
+        self.details.update(self._scores() if self.subject.ranks.is_main else {})
+        for metric, value in self.details.items():
+            if metric != "sequences":
+                yield Score(metric, 100 * value, headline=metric in HEADLINES)
 
     def _scores(self) -> dict[str, Any]:
         from stop_mim.evaluation.propagation import segment_videos
