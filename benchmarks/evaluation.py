@@ -167,7 +167,6 @@ def agreement(options):
     train, train_labels, test, test_labels = parts
     penalty = choose_penalty([train], train_labels, data.classes, device).penalty
     ours, probe = timed(device, lambda: TrainingFeatures([train], train_labels, data.classes, device).fit([penalty])[0])
-    print(json.dumps({"linear, ours": 100 * probe.accuracy(test, test_labels), "seconds": ours}), flush=True)
     arrays = [part.cpu().numpy() for part in parts]
     scaler = StandardScaler().fit(arrays[0])
     start = time.perf_counter()

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stop_mim.analysis.drawing import STYLE
-from stop_mim.analysis.figures import FIGURES
+from stop_mim.analysis.figures import FIGURES, STYLE
 from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source

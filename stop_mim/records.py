@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stop_mim.errors import InputError, first_line
-from stop_mim.files import require_regular
+from stop_mim.files import require_regular, write_atomically
 
 # Whole numbers beyond these fit neither tensors nor seeds.
 MOST = 2**63 - 1
@@ -26,6 +26,12 @@ def read_record(path: Path, kind: Any, remedy: str) -> Any:
     # An InputError is a ValueError; a file that is nested too deeply is a RecursionError.
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read ({first_line(error).rstrip('.')}): {remedy}.") from error
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file atomically."""
+    text = json.dumps(document, indent=2)
+    write_atomically(path, lambda file: file.write_text(text + "\n"))
 
 
 def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
-from stop_mim.records import from_plain, read_record
+from stop_mim.records import from_plain, read_record, write_json
 from stop_mim.tables import Table
 
 RESULTS_FILE = "results.json"
@@ -210,12 +210,6 @@ def results_document(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     document: dict[str, Any] = {"format": FORMAT, "evaluations": [evaluation.as_json() for evaluation in evaluations]}
     videos = [evaluation for evaluation in evaluations if "sequences" in evaluation.details]
     return {**document, **videos[0].details} if len(videos) == 1 else document
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    text = json.dumps(document, indent=2)
-    write_atomically(path, lambda file: file.write_text(text + "\n"))
 
 
 def write_csv(path: Path, evaluations: Sequence[Evaluation]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
@@ -16,6 +15,7 @@ import stop_mim
 from stop_mim.analysis.report_data import Looks, Pictures, Plain, charts, choose_pictures, look_at, picture_url
 from stop_mim.analysis.runs import (
     INCIDENTAL,
+    ONLINE,
     RunGroup,
     RunRecords,
     check_same_grid,
@@ -39,6 +39,7 @@ HERE = Path(__file__).parent
 PAGES = Environment(
     loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
+PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
 NOTHING = "–"
 MOST_CARDS = 4
 # The state of a group is the first of these that one of its runs has.
@@ -121,7 +122,7 @@ def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
         version=stop_mim.__version__,
         style=(HERE / "report.css").read_text(),
         script=(HERE / "report.js").read_text(),
-        data=embedded_json(data),
+        data=data,
     )
 
 
@@ -166,12 +167,6 @@ def _sessions(run: RunRecords) -> list[Plain]:
         return []
 
 
-def embedded_json(value: Any) -> str:
-    """Return JSON that is safe inside a script element."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 def status_text(run: RunRecords) -> str:
     """Return the state of a run in words."""
     status, total = run.status, run.total_steps
@@ -184,26 +179,16 @@ def status_text(run: RunRecords) -> str:
 def health_warnings(run: RunRecords) -> Iterator[str]:
     """Yield the warnings of the health signs in a run's metrics, as they were given while it trained."""
     first, known = None, set[str]()
+    names = [field.name for field in fields(HealthSigns)]
     for line in run.metrics:
         try:
-            names = [f"health/{field.name}" for field in fields(HealthSigns)]
-            signs = from_plain(
-                HealthSigns, {name.removeprefix("health/"): line[name] for name in names if name in line}
-            )
+            signs = from_plain(HealthSigns, {name: line[key] for name in names if (key := f"health/{name}") in line})
         except InputError:
             continue
         first = first or signs
         symptoms = find_symptoms(signs, first)
         yield from (f"Step {line['step']:,}: {text}" for name, text in symptoms.items() if name not in known)
         known = set(symptoms)
-
-
-def newest(run: RunRecords) -> dict[str, float]:
-    """Return the newest value of every measurement of a run."""
-    found: dict[str, float] = {}
-    for line in run.metrics:
-        found |= {name: value for name, value in line.items() if isinstance(value, int | float)}
-    return found
 
 
 def over_seeds(values: Sequence[float], digits: str = ".4g") -> str:
@@ -217,10 +202,9 @@ def summary_table(groups: Sequence[RunGroup], looks: Sequence[Looks]) -> Table:
     columns = []
     for group, look in zip(groups, looks, strict=True):
         steps = {f"{run.last_step:,}" if run.metrics else NOTHING for run in group.runs}
-        found = [newest(run) for run in group.runs]
         column = {"Step": ", ".join(sorted(steps))}
         for key, title in NEWEST.items():
-            if values := [one[key] for one in found if key in one]:
+            if values := [run.last_values[key] for run in group.runs if key in run.last_values]:
                 column[title] = over_seeds(values)
         if look.spectrum:
             column |= {"Effective rank of Σ": look.spectrum["effective_rank"], "Trace of Σ": look.spectrum["trace"]}
@@ -284,10 +268,8 @@ def cards(group: RunGroup) -> list[dict[str, str]]:
         remark = " · ".join(f"{what} {text}" for what, text in known.items() if text != NOTHING)
         found.append({"title": name, "number": number, "remark": remark or row[-3]})
     if not found:
-        last = newest(group.first)
-        online = {
-            NEWEST[key].removesuffix(", %"): last[key] for key in last if key.startswith("probe/") and key in NEWEST
-        }
+        last = group.first.last_values
+        online = {NEWEST[key].removesuffix(", %"): last[key] for key in ONLINE if key in last}
         found = [{"title": name, "number": f"{value:.1f}", "remark": "top-1 in %"} for name, value in online.items()]
     return found
 

@@ -41,32 +41,23 @@ NEGLIGIBLE_VARIANCE = 1e-9
 Plain = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A key of metrics.jsonl: the section and title of its chart, and what it means."""
-
-    section: str
-    key: str
-    title: str
-    meaning: str = ""
-
-
+# Section of the chart, key in metrics.jsonl, title and meaning.
 MEASUREMENTS = (
-    Measurement("loss", "loss", "Loss", "mean since the previous line"),
-    Measurement("loss", "lr", "Learning rate"),
-    Measurement("loss", "weight_decay", "Weight decay"),
-    Measurement("loss", "ema_momentum", "Momentum of the target encoder"),
-    Measurement("loss", "sigma", "Sigma"),
-    Measurement("loss", "gradient_norm", "Gradient norm"),
-    Measurement("loss", "images_per_second", "Images per second"),
-    Measurement("health", "health/rankme", "RankMe", "effective rank of the features; low means collapse"),
-    Measurement("health", "health/feature_std", "Spread of the features", "standard deviation; 0 means collapse"),
-    Measurement("health", "health/A_norm", "|A|", "Frobenius norm of the projection from encoder to predictor"),
-    Measurement("health", "health/mask_token_norm", "|m̃|", "norm of the mask token"),
-    Measurement("health", "health/noise_to_signal", "Noise to signal", "‖A n‖ over ‖ψ‖"),
-    Measurement("health", "health/ema_distance", "Distance to the target encoder", "relative to the encoder's weights"),
-    Measurement("scores", "probe/linear_top1", "Online linear probe", "top-1 accuracy in %"),
-    Measurement("scores", "probe/knn_top1", "Online kNN probe", "top-1 accuracy in %"),
+    ("loss", "loss", "Loss", "mean since the previous line"),
+    ("loss", "lr", "Learning rate", ""),
+    ("loss", "weight_decay", "Weight decay", ""),
+    ("loss", "ema_momentum", "Momentum of the target encoder", ""),
+    ("loss", "sigma", "Sigma", ""),
+    ("loss", "gradient_norm", "Gradient norm", ""),
+    ("loss", "images_per_second", "Images per second", ""),
+    ("health", "health/rankme", "RankMe", "effective rank of the features; low means collapse"),
+    ("health", "health/feature_std", "Spread of the features", "standard deviation; 0 means collapse"),
+    ("health", "health/A_norm", "|A|", "Frobenius norm of the projection from encoder to predictor"),
+    ("health", "health/mask_token_norm", "|m̃|", "norm of the mask token"),
+    ("health", "health/noise_to_signal", "Noise to signal", "‖A n‖ over ‖ψ‖"),
+    ("health", "health/ema_distance", "Distance to the target encoder", "relative to the encoder's weights"),
+    ("scores", "probe/linear_top1", "Online linear probe", "top-1 accuracy in %"),
+    ("scores", "probe/knn_top1", "Online kNN probe", "top-1 accuracy in %"),
 )
 
 
@@ -74,16 +65,16 @@ def charts(groups: Sequence[RunGroup], looks: Sequence["Looks"]) -> list[Plain]:
     """Return the charts of the report: every measurement over steps, averaged over seeds, and the spectra of the noise."""
     most = min(MOST_CURVE_POINTS, max(LEAST_CURVE_POINTS, CURVE_POINTS // len(groups)))
     found = []
-    for one in MEASUREMENTS:
+    for section, key, title, meaning in MEASUREMENTS:
         series = [
             {"run": number, **points}
             for number, group in enumerate(groups)
-            if (points := curve([run.metrics for run in group.runs], one.key, most)) is not None
+            if (points := curve([run.metrics for run in group.runs], key, most)) is not None
         ]
         values = [value for line in series for value in line["y"]]
         # What never changes, such as the noise of fixed positions, needs no chart.
         if len(values) <= len(series) or len({*values}) > 1:
-            found.append(_chart(one.section, one.title, one.meaning, "step", series))
+            found.append(_chart(section, title, meaning, "step", series))
     spectra = [(number, look.spectrum) for number, look in enumerate(looks) if look.spectrum is not None]
     eigenvalues = [{"run": number, **one["eigenvalues"]} for number, one in spectra]
     waves = [{"run": number, **one["waves"]} for number, one in spectra if "waves" in one]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -60,14 +61,20 @@ class ScoreKey:
 
 def score_key(evaluation: Evaluation, score: Score) -> ScoreKey:
     """Return the key of a score of an evaluation."""
-    rank = (
-        PREFERRED_TASKS.index(evaluation.task) + 1 if evaluation.task in PREFERRED_TASKS else len(PREFERRED_TASKS) + 1
-    )
+    rank = [*PREFERRED_TASKS, evaluation.task].index(evaluation.task) + 1
     if rank == 1 and score.variant.get("amount") == PAPERS_AMOUNT:
         rank = 0
     default = score.metric == "top1" and score.headline
     measurement = (*evaluation.measurement(), score.name)
     return ScoreKey(evaluation.name_of(score), evaluation.data, measurement, rank if default else None)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of a run's positions: the form of its covariance and sigma; "none" and 0 without noise."""
+
+    form: str
+    sigma: float
 
 
 @dataclass(frozen=True)
@@ -101,14 +108,30 @@ class RunRecords:
         counted = None if last is None else round(last["step"] / last["epoch"] * self.config.optim.epochs)
         return max(0, self.status.total_steps or counted or 0) or None
 
+    @property
+    def noise(self) -> Noise:
+        """The noise that the config asks for."""
+        positions = self.config.positions
+        if positions.kind == "jittered":
+            return Noise("jittered", positions.jitter_scale)
+        silent = positions.kind != "stochastic" or positions.sigma == 0 or positions.apply_to == "none"
+        return Noise("none", 0.0) if silent else Noise(positions.covariance, positions.sigma)
+
+    @cached_property
+    def last_values(self) -> dict[str, float]:
+        """The newest value of every measurement."""
+        found: dict[str, float] = {}
+        for line in self.metrics:
+            found |= {name: value for name, value in line.items() if isinstance(value, int | float)}
+        return found
+
     def newest(self, name: str) -> float:
-        """Return the newest value of a measurement."""
-        values = [line[name] for line in self.metrics if name in line]
-        if not values:
+        """Return the newest value of a measurement; InputError if there is none."""
+        if name not in self.last_values:
             raise InputError(
                 f"The run {self.path} has no '{name}' in its metrics.jsonl: train it further or leave it out."
             )
-        return values[-1]
+        return self.last_values[name]
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -119,8 +142,7 @@ class RunRecords:
     def scores(self) -> dict[ScoreKey, float]:
         """Return the scores of the run's encoder and the newest ones of the online probe."""
         found = {score_key(one, score): score.value for one in self.evaluations for score in one.scores}
-        online = [name for name in ONLINE if any(name in line for line in self.metrics)]
-        return found | {ScoreKey(name): self.newest(name) for name in online}
+        return found | {ScoreKey(name): self.last_values[name] for name in ONLINE if name in self.last_values}
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
@@ -238,23 +260,6 @@ def check_same_grid(runs: Sequence[RunRecords]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Noise:
-    """The noise of a run's positions: the form of its covariance and sigma; "none" and 0 without noise."""
-
-    form: str
-    sigma: float
-
-
-def noise_of(config: TrainConfig) -> Noise:
-    """Return the noise that a config asks for."""
-    positions = config.positions
-    if positions.kind == "jittered":
-        return Noise("jittered", positions.jitter_scale)
-    silent = positions.kind != "stochastic" or positions.sigma == 0 or positions.apply_to == "none"
-    return Noise("none", 0.0) if silent else Noise(positions.covariance, positions.sigma)
-
-
 def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = None) -> None:
     """Raise InputError for runs that differ in more than noise and seed, are at different steps, or are given twice.
 
@@ -264,16 +269,16 @@ def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = N
     """
     check_same_grid(runs)
     # Two runs with noise must agree in more fields than a run without noise can.
-    first = next((run for run in runs if noise_of(run.config).form != "none"), runs[0])
+    first = next((run for run in runs if run.noise.form != "none"), runs[0])
     seen: dict[tuple[Noise, int], RunRecords] = {}
     for run in runs:
-        noise, positions = noise_of(run.config), run.config.positions
+        noise, positions = run.noise, run.config.positions
         if positions.kind in ("learned", "jittered") or noise.form not in ("none", *(forms or [noise.form])):
             raise InputError(
                 f"The run {run.path} has {positions.kind} positions with the covariance '{positions.covariance}', which this "
                 "figure does not compare: leave it out."
             )
-        if fields := _differences(first.config, run.config):
+        if fields := _differences(first, run):
             raise InputError(
                 f"{first.path} and {run.path} differ in {fields[0]}: compare runs that differ in noise and seed alone."
             )
@@ -287,11 +292,12 @@ def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = N
             raise InputError(f"{same.path} and {run.path} are the same run with the same seed: give it once.")
 
 
-def _differences(one: TrainConfig, other: TrainConfig) -> list[str]:
+def _differences(one: RunRecords, other: RunRecords) -> list[str]:
     """Return the fields in which two configs differ, except those about noise and those that change nothing."""
-    silent = "none" in (noise_of(one).form, noise_of(other).form)
+    silent = "none" in (one.noise.form, other.noise.form)
     free = INCIDENTAL | NOISE | (NOISE_DETAILS if silent else set())
-    return [name for name in changes(one, other) if name not in free and not name.startswith(WITHOUT_EFFECT)]
+    fields = changes(one.config, other.config)
+    return [name for name in fields if name not in free and not name.startswith(WITHOUT_EFFECT)]
 
 
 def common_score(runs: Sequence[RunRecords], name: str | None = None) -> ScoreKey:
@@ -327,7 +333,7 @@ def spreads_by_sigma(
     runs: Sequence[RunRecords], measure: Callable[[RunRecords], float]
 ) -> dict[str, dict[float, Spread]]:
     """Return a measurement's spread over seeds, by the form of the noise and then by sigma, in increasing order."""
-    groups = grouped(runs, lambda run: noise_of(run.config))
+    groups = grouped(runs, lambda run: run.noise)
     found: dict[str, dict[float, Spread]] = {}
     for noise in sorted(groups, key=lambda noise: noise.sigma):
         found.setdefault(noise.form, {})[noise.sigma] = spread([measure(run) for run in groups[noise]])

@@ -162,20 +162,12 @@ class ToyPredictor(nn.Module):
         return (predicted - batch.answer).square().sum(1).mean()
 
 
-@dataclass(frozen=True)
-class ZeroGradients:
-    """Gradients of the expected loss at A = 0, estimated from samples."""
+def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: bool = False) -> dict[str, Tensor]:
+    """Estimate the gradients of the expected loss at A = 0, of one predictor on the same examples.
 
-    tied: Float[Tensor, "dim encoder_dim"]
-    """d/dA where A projects the context and the noise."""
-    untied: Float[Tensor, "dim encoder_dim"]
-    """d/dA where A projects the noise, and another, non-zero matrix the context."""
-    deterministic: Float[Tensor, "dim encoder_dim"]
-    """d/dB at B = 0 of the model without noise."""
-
-
-def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: bool = False) -> ZeroGradients:
-    """Estimate the gradients at A = 0 of one predictor on the same examples.
+    - tied: d/dA where A projects the context and the noise.
+    - untied: d/dA where A projects the noise, and another, non-zero matrix the context.
+    - deterministic: d/dB at B = 0 of the model without noise.
 
     `antithetic` uses every noise n together with -n. At A = 0 the gradient is linear in n, so that this is the exact mean
     over the noise.
@@ -190,11 +182,11 @@ def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: 
     def gradient(loss: Callable[[ToyBatch], Tensor]) -> Tensor:
         return torch.stack([torch.autograd.grad(loss(one), zero)[0] for one in batches]).mean(0)
 
-    return ZeroGradients(
-        tied=gradient(lambda one: predictor(one, zero, zero)),
-        untied=gradient(lambda one: predictor(one, projection, zero)),
-        deterministic=gradient(lambda one: predictor(one, zero, None)),
-    )
+    return {
+        "tied": gradient(lambda one: predictor(one, zero, zero)),
+        "untied": gradient(lambda one: predictor(one, projection, zero)),
+        "deterministic": gradient(lambda one: predictor(one, zero, None)),
+    }
 
 
 def train_toy(task: ToyTask, tying: Tying, steps: int = 600, seed: int = 0) -> dict[int, float]:

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
-from stop_mim.records import read_record
+from stop_mim.records import read_record, write_json
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
 from stop_mim.training.config import TrainConfig
@@ -153,8 +152,7 @@ class Plan:
 
     def keep(self) -> None:
         """Write OUT/sweep.json."""
-        text = json.dumps(self.document(), indent=2)
-        write_atomically(self.out / PLAN_FILE, lambda file: file.write_text(text + "\n"))
+        write_json(self.out / PLAN_FILE, self.document())
 
     def check(self) -> None:
         """Raise InputError if the directory holds something else than this sweep."""

@@ -1,6 +1,5 @@
 """A sweep from its first run to its tables: what is finished is skipped, and a run that fails does not stop the others."""
 
-import json
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from rich.markup import escape
 from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.files import locked, write_atomically
+from stop_mim.files import locked
 from stop_mim.interruption import catch_interruption
-from stop_mim.records import read_record
+from stop_mim.records import read_record, write_json
 from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
@@ -113,8 +112,7 @@ def record(out: Path, job: Job, error: str | None) -> None:
     if error is not None:
         failed[job.name] = error
     if failed != before:
-        text = json.dumps(failed, indent=2)
-        write_atomically(out / FAILED_FILE, lambda file: file.write_text(text + "\n"))
+        write_json(out / FAILED_FILE, failed)
 
 
 def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Console) -> None:

@@ -5,17 +5,10 @@ import pytest
 import torch
 from analysed_runs import evaluation, pretend, probed, top1, train_tiny
 
-from stop_mim.analysis.runs import (
-    Noise,
-    check_comparable,
-    common_score,
-    noise_of,
-    open_run,
-    read_records,
-)
+from stop_mim.analysis.runs import Noise, RunRecords, check_comparable, common_score, open_run, read_records
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint
-from stop_mim.training.config import EncoderConfig, OptimConfig, PositionsConfig
+from stop_mim.training.config import EncoderConfig, OptimConfig, PositionsConfig, TrainConfig
 
 
 def test_a_run_is_opened_with_its_newest_weights_in_evaluation_mode(stop_run):
@@ -59,13 +52,11 @@ def test_what_is_not_a_run_is_an_error(stop_run, tmp_path):
         read_records(stop_run).newest("probe/linear_top1")
 
 
-def test_noise_by_form_and_sigma(stop_run):
-    config = read_records(stop_run).config
-
+def test_noise_by_form_and_sigma(tmp_path):
     def of(**positions):
-        return noise_of(config.__class__(positions=PositionsConfig(**positions)))
+        return RunRecords(tmp_path, TrainConfig(positions=PositionsConfig(**positions)), [], []).noise
 
-    assert noise_of(config) == Noise("tied", 0.25)
+    assert of() == Noise("tied", 0.25)
     assert of(covariance="identity", sigma=1) == Noise("identity", 1.0)
     for silent in ({"kind": "sincos"}, {"sigma": 0.0}, {"apply_to": "none"}, {"kind": "learned"}):
         assert of(**silent) == Noise("none", 0.0)
