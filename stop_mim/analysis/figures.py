@@ -64,6 +64,7 @@ PANEL, MAP = 2.1, 1.5
 POSITION_DRAWS = 200
 FEW_POINTS = 30
 LINES = ("-", "--", ":")
+CONTEXT_LABELS = {True: "context matters", False: "context irrelevant"}
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#000000"
@@ -129,11 +130,16 @@ def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     The last part needs runs with and without noise that were scored alike, and is left out without them.
     """
     run = _nearest_to_the_paper(runs)
-    scores = _scores_beside(run, runs, score)
-    figure, panels = _square_panels(run, 4 if scores else 3)
+    compared = _scores_beside(run, runs, score)
+    figure, panels = _square_panels(run, 4 if compared else 3)
     _draw_idea(panels[:3], run)
-    if scores:
-        _draw_bars(panels[3], *scores)
+    if compared:
+        key, spreads = compared
+        means, stds = zip(*((one.mean, one.std or 0.0) for one in spreads.values()), strict=True)
+        panels[3].bar(range(2), means, yerr=stds, color=[GREY, BLUE], width=0.6, capsize=3)
+        names = [f"{name.removesuffix(' positions')}\nn = {one.n}" for name, one in spreads.items()]
+        panels[3].set_xticks(range(2), names)
+        panels[3].set_ylabel(score_label(key))
         height, width = run.config.encoder.image_size
         panels[3].set_box_aspect(height / width)
     add_letters(figure)
@@ -181,8 +187,7 @@ def _draw_idea(panels: Sequence[Axes], run: AnalysedRun) -> int:
 
 def _nearest_to_the_paper(runs: Sequence[Path]) -> AnalysedRun:
     def distance(run: RunRecords) -> tuple[bool, float]:
-        noise = run.noise
-        return noise.form != "tied", abs(math.log(noise.sigma / PositionsConfig().sigma))
+        return run.noise.form != "tied", abs(math.log(run.noise.sigma / PositionsConfig().sigma))
 
     return open_run(min(_noisy(_records(runs)), key=distance).path)
 
@@ -204,15 +209,6 @@ def _scores_beside(
     found = spreads_by_sigma(records, lambda one: one.scores()[key])
     spreads = {_form(Noise(form, sigma)): value for form, by in found.items() for sigma, value in by.items()}
     return (key, spreads) if len(spreads) == 2 else None
-
-
-def _draw_bars(axes: Axes, score: ScoreKey, spreads: dict[str, Spread]) -> None:
-    values = list(spreads.values())
-    stds = [value.std or 0.0 for value in values]
-    axes.bar(range(2), [value.mean for value in values], yerr=stds, color=[GREY, BLUE], width=0.6, capsize=3)
-    names = [f"{name.removesuffix(' positions')}\nn = {value.n}" for name, value in spreads.items()]
-    axes.set_xticks(range(2), names)
-    axes.set_ylabel(score_label(score))
 
 
 @FIGURES.register("3")
@@ -326,10 +322,8 @@ def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure
         draw_image(line[0], picture)
         draw_image(line[1], darkened(picture, part.context[0], grid))
         mark_patch(line[1], patch, grid, picture.shape[1:], ORANGE)
-        maps += [
-            (axes, patch, prediction_map(objective, image, part, patch))
-            for axes, objective in zip(line[2:], objectives, strict=True)
-        ]
+        for axes, objective in zip(line[2:], objectives, strict=True):
+            maps.append((axes, patch, prediction_map(objective, image, part, patch)))
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title)
     _draw_heat(figure, maps, panels)
@@ -404,15 +398,12 @@ def _draw_smoothing(axes: Axes, prior: theory.Prior, reach: float, title: str) -
     network, points = theory.train_predictor(theory.square_wave, prior, steps=2000), noisy[::16]
     smooth = theory.convolution(theory.square_wave, noisy)
     optimum = theory.optimal_predictor(theory.square_wave, prior, noisy)
-    curves: list[tuple[str, Tensor, dict[str, Any]]] = [
-        ("clean, E[Y | X = r]", theory.square_wave(noisy), {"color": GREY, "linewidth": 1}),
-        ("proposition 1: clean ∗ Gaussian", smooth, {"color": ORANGE, "linestyle": "--"}),
-        ("optimum, E[Y | R = r]", optimum, {"color": BLUE, "linewidth": 2.5}),
-    ]
-    for label, values, style in curves:
-        axes.plot(noisy.numpy(), values.numpy(), label=label, **style)
+    clean = theory.square_wave(noisy)
+    axes.plot(noisy, clean, label="clean, E[Y | X = r]", color=GREY, linewidth=1)
+    axes.plot(noisy, smooth, label="proposition 1: clean ∗ Gaussian", color=ORANGE, linestyle="--")
+    axes.plot(noisy, optimum, label="optimum, E[Y | R = r]", color=BLUE, linewidth=2.5)
     dots: dict[str, Any] = {"color": BLACK, "linestyle": "none", "marker": "o", "markersize": 3}
-    axes.plot(points.numpy(), network(points).numpy(), label="trained network", **dots)
+    axes.plot(points, network(points), label="trained network", **dots)
     axes.set(title=title, xlabel="noisy position r = x + z, z of unit variance", ylabel="prediction")
 
 
@@ -424,7 +415,7 @@ def _draw_zero_gradients(axes: Axes) -> None:
         for name, (colour, dashes, size) in kinds.items():
             norms = [one[name].norm().item() for one in found]
             axes.plot(counts, norms, color=colour, linestyle=dashes, marker=marker, markersize=size)
-        axes.plot([], [], color=GREY, marker=marker, linestyle="none", label=_context_label(informative))
+        axes.plot([], [], color=GREY, marker=marker, linestyle="none", label=CONTEXT_LABELS[informative])
     for name, (colour, dashes, _) in kinds.items():
         axes.plot([], [], color=colour, linestyle=dashes, label=name.replace("deterministic", "without noise"))
     axes.set(xscale="log", yscale="log", xlabel="samples in the estimate", ylabel="norm of the gradient at A = 0")
@@ -432,22 +423,15 @@ def _draw_zero_gradients(axes: Axes) -> None:
     axes.legend(loc="lower left", ncols=2, columnspacing=1.0)
 
 
-def _context_label(informative: bool) -> str:
-    return "context matters" if informative else "context irrelevant"
-
-
 def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
-    cases: list[tuple[theory.Tying, bool, str]] = [
-        ("tied", True, BLUE),
-        ("untied", True, VERMILION),
-        ("tied", False, SKY),
-    ]
+    cases: list[tuple[theory.Tying, bool, str]]
+    cases = [("tied", True, BLUE), ("untied", True, VERMILION), ("tied", False, SKY)]
     for tying, informative, colour in cases:
         task = theory.ToyTask(informative=informative)
         histories = [theory.train_toy(task, tying, seed=seed) for seed in range(seeds)]
         steps, norms = list(histories[0]), torch.tensor([list(history.values()) for history in histories])
         mean, std = norms.mean(0).numpy(), norms.std(0).numpy()
-        axes.plot(steps, mean, color=colour, label=f"{tying}, {_context_label(informative)}")
+        axes.plot(steps, mean, color=colour, label=f"{tying}, {CONTEXT_LABELS[informative]}")
         axes.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
     axes.set(xlabel="training step", ylabel=r"$\|A\|$ of the noise")
     axes.set_ylim(bottom=0)
@@ -492,13 +476,10 @@ def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     figure, panels = _square_panels(run, 3 + len(shown))
     patch = _draw_idea(panels[:3], run)
     image, masks = sample_images(run, N_IMAGES)[:2][-1], sample_masks(run, 1)
-    for axes, (title, _) in zip(panels[3:], shown, strict=True):
+    maps = []
+    for axes, (title, one) in zip(panels[3:], shown, strict=True):
         axes.set(title=title, xlabel="for the framed patch: which\npatches it resembles")
-    objectives = [feature_objective(one.objective) for _, one in shown]
-    maps = [
-        (axes, patch, prediction_map(objective, image, masks, patch))
-        for axes, objective in zip(panels[3:], objectives, strict=True)
-    ]
+        maps.append((axes, patch, prediction_map(feature_objective(one.objective), image, masks, patch)))
     if maps:
         _draw_heat(figure, maps, panels[3:])
     return figure
