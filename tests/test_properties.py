@@ -51,24 +51,6 @@ def test_a_configuration_comes_back_from_its_file(seed, epochs, lr, ema, every, 
 
 
 @SHORT
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | texts,
-        lambda x: (
-            st.lists(x)
-            | st.dictionaries(st.sampled_from(["optim", "seed", "lr", "betas", "data", "encoder", "image_size"]), x)
-        ),
-    )
-)
-def test_any_json_is_a_configuration_or_refused(plain):
-    try:
-        config = from_plain(TrainConfig, json.loads(json.dumps(plain)))
-    except InputError:
-        return
-    assert isinstance(config, TrainConfig)
-
-
-@SHORT
 @given(sides, sides, st.integers(1, 5), st.integers(0, 2**31))
 def test_masks_are_patches_of_the_grid_and_targets_are_no_context(height, width, batch, seed):
     generator = torch.Generator().manual_seed(seed)
