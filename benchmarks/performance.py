@@ -1,4 +1,4 @@
-"""Every speed in docs/performance.md: each row in a process of its own, all compiled together, then measured one by one.
+"""Every speed in docs/performance.md: each row in a separate process, all compiled together, then measured one by one.
 
 python benchmarks/performance.py --data tiny-imagenet/train.parquet --json performance.json
 python benchmarks/performance.py --rows B S --steps 20
@@ -147,7 +147,7 @@ def kernel_groups(work, device: torch.device, steps: int = 3) -> dict[str, float
 
 
 def measure_all(names: list[str], options: list[str], at_once: int, json_file: Path | None) -> bool:
-    """All rows, so many prepared at once; a row that fails is told and left out. Whether none did."""
+    """Measure all rows, `at_once` prepared at the same time; print a row that fails. Return whether none failed."""
     found = []
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     for start in range(0, len(names), at_once):
@@ -166,13 +166,13 @@ def measure_all(names: list[str], options: list[str], at_once: int, json_file: P
                 continue
             row = json.loads(output.splitlines()[-1])
             found.append(row)
-            _tell(row)
+            print_row(row)
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1))
     return len(found) == len(names)
 
 
-def _tell(row: dict) -> None:
+def print_row(row: dict) -> None:
     rate, time_ms, idle = row["images_per_second"], row["milliseconds"], row.get("idle_part", float("nan"))
     print(
         f"{row['row']:55s} {rate['median']:9,.0f} images/s [{rate['low']:,.0f} {rate['high']:,.0f}] "

@@ -34,19 +34,18 @@ from stop_mim.options import Compat
 from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins, unknown_name
 from stop_mim.sweeps.grid import SWEEPS
-from stop_mim.sweeps.grid import summary as sweep_summary
 from stop_mim.sweeps.plan import SweepConfig, base_config
 from stop_mim.training.config import SpeedConfig, TrainConfig, require_data
 from stop_mim.training.config_file import read_config, run_name
 from stop_mim.training.derived import following
-from stop_mim.training.recipes import RECIPES, find_recipe, summary, with_compat
+from stop_mim.training.recipes import RECIPES, find_recipe, with_compat
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import TrainResult
 
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
-# Export formats and figures of the package; those of plugins are known when the plugin is loaded.
+# Export formats and figures of the package; plugins add theirs when they are loaded.
 EXPORTERS, DRAWN = "stop_mim.exchange.formats:EXPORTERS", "stop_mim.analysis.figures:FIGURES"
 FORMATS = ("timm", "hf", "onnx", "export")
 FIGURES = ("1", "3", "4", "5", "6", "covariance", "theory", "loss", "positions")
@@ -78,7 +77,7 @@ def _recipes(kind: Callable[..., Any]) -> Any:
         compat = _asked_compat() if name in asked else "corrected"
         return kind(name, following(find_recipe(name, compat), given), compat=compat)
 
-    found = {name: (options(name), summary(name)) for name in RECIPES}
+    found = {name: (options(name), RECIPES.summary(name)) for name in RECIPES}
     for name in filter(_is_config_file, asked):
         path = Path(name).expanduser()
         config = following(with_compat(read_config(path), _asked_compat()), given)
@@ -98,7 +97,7 @@ def _asked_compat() -> Compat:
 
 def _sweeps() -> Any:
     """Return a subcommand for each sweep."""
-    return one_of({name: (SweepOptions(name, SweepConfig()), sweep_summary(name)) for name in SWEEPS})
+    return one_of({name: (SweepOptions(name, SweepConfig()), SWEEPS.summary(name)) for name in SWEEPS})
 
 
 def _registered(registry: str, usual: tuple[str, ...]) -> tuple[str, ...]:
@@ -234,7 +233,7 @@ class Sweep:
     stop-mim sweep NAME [--dry-run] [--GROUP.FIELD VALUE …]
     stop-mim sweep --vary FIELD VALUE VALUE … [--vary FIELD VALUE VALUE …]
 
-    Options with a group, such as --optim.lr, go to `pretrain`, those of the group speed also to `evaluate`.
+    Options with a group, such as --optim.lr, go to `pretrain`, the group speed also to `evaluate`.
     """
 
     run: Annotated[Any, arg(constructor_factory=_sweeps, name="")]
@@ -508,7 +507,7 @@ def _require_paths(kind: str, *names: str) -> None:
     """Raise InputError, with the closest path, for a run, an encoder or a dataset that does not exist."""
     for name in names:
         path = Path(name.partition("#")[0]).expanduser()
-        # Names with a prefix such as timm:, of the hub, and patterns are no paths.
+        # Names with a prefix such as timm:, of the hub, and patterns are not paths.
         if any(sign in name for sign in ":*?[{") or name.startswith(("-", "stop-mim/")) or path.exists():
             continue
         others = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -519,7 +518,7 @@ def _require_paths(kind: str, *names: str) -> None:
 
 def _require_datasets(*names: str | None) -> None:
     """Raise InputError for paths of datasets that do not exist, before torch is imported."""
-    # A plugin may open names of its own.
+    # A plugin may open other names.
     if "stop_mim.data.sources" not in sys.modules:
         _require_paths("dataset", *(name for name in names if name not in (None, "", "scenes")))
 
@@ -531,7 +530,7 @@ def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
     if name == given[0] == "figure" and {*HELP} & {*given}:
         from stop_mim.analysis.figures import FIGURES
 
-        lines = (f"  - {figure}: {(draw.__doc__ or '').strip().splitlines()[0]}" for figure, draw in FIGURES.items())
+        lines = (f"  - {figure}: {FIGURES.summary(figure)}" for figure in FIGURES)
         settings["description"] += "\n\n" + "\n".join(lines)
     if name == given[0] == "resume" and len(given) > 1 and given[1] not in HELP:
         _require_paths("run", given[1])

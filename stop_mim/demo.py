@@ -64,7 +64,7 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
 def evaluate(
     config: TrainConfig, run: Path, train_source: ImageSource, test_source: ImageSource
 ) -> Iterator[Evaluation]:
-    """Yield the scores of trained features, of those of the run's initial weights, and of pixels."""
+    """Yield the scores of trained features, of features of the run's initial weights, and of pixels."""
     # Scenes are held in memory.
     images = [part for source in (train_source, test_source) if (part := source.stacked()) is not None]
     images[0] = images[0][:LABELLED_SCENES]

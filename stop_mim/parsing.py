@@ -79,7 +79,7 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
 
 
 def _refuse(given: Sequence[str], event: Any) -> None:
-    """Raise InputError for arguments that tyro rejects; it prints a message of its own for events not listed here."""
+    """Raise InputError for arguments that tyro rejects; for other events tyro prints its message."""
     if isinstance(event, tyro_errors.MissingArgs):
         missing = event.missing_arguments[0].arg
         name = missing.lowered.metavar if missing.is_positional() else missing.display_name()

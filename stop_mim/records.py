@@ -41,7 +41,7 @@ def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:
         kind: a dataclass, or a type as dataclasses annotate their fields with.
         value: plain values; lists become tuples where the type is one, whole numbers become floats, and so do texts such as
             1e-3, which YAML does not read as a number.
-        name: how errors call the value, such as optim.lr.
+        name: the value's name in errors, such as optim.lr.
         base: an instance of the dataclass whose fields are kept where the value has none; default: the type's defaults.
     """
     if typing.get_origin(kind) is typing.Annotated:
@@ -92,7 +92,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
             return from_plain(kind, value, name)
         except InputError as error:
             errors.append(error)
-    # That of the first type, which is the one that matters in "float | None".
+    # The first type is the one that matters in "float | None".
     raise errors[0]
 
 
@@ -111,8 +111,10 @@ def _scalar(kind: Any, value: Any, name: str) -> Any:
         if isinstance(value, str):
             with suppress(ValueError):
                 return float(value)
-        # Infinity and NaN are what some measurements are.
+        # Some measurements are infinite or NaN.
         return float(_required(value, is_number or isinstance(value, float), name, "a number"))
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if kind is int:
         return _required(value, is_number and isinstance(value, int), name, "a whole number")
     described = {bool: "true or false", str: "a text", type(None): "nothing"}.get(kind, str(kind))

@@ -65,7 +65,7 @@ POSITION_DRAWS = 200
 FEW_POINTS = 30
 LINES = ("-", "--", ":")
 CONTEXT_LABELS = {True: "context matters", False: "context irrelevant"}
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
 PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#000000"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
@@ -98,15 +98,15 @@ def draw_figures(
     names: Sequence[str],
     runs: Sequence[str | Path],
     out: str | Path,
-    tell: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda text: None,
     score: str | None = None,
 ) -> list[Path]:
     """Draw figures by name from runs, each as PDF and PNG; return the files.
 
     Args:
-        runs: run directories, and those of sweeps, which stand for their finished runs.
-        names: names in FIGURES, or "all". Of "all", figures for which the runs do not suffice are left out.
-        tell: called with a sentence for each figure that is left out.
+        names: names in FIGURES, or "all", which skips figures for which the runs do not suffice.
+        runs: run directories, or sweep directories, which include their finished runs.
+        warn: called with a sentence for each figure that is skipped.
         score: score of figures 1, 3 and 4, such as linear/top1; None: the nearest to the paper's protocol.
     """
     everything = "all" in names
@@ -119,7 +119,7 @@ def draw_figures(
         except InputError as error:
             if not everything:
                 raise InputError(f"Figure {name} cannot be drawn: {error}") from error
-            tell(f"Figure {name} is left out: {error}")
+            warn(f"Figure {name} is left out: {error}")
     return written
 
 
@@ -330,8 +330,8 @@ def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure
     return figure
 
 
-def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], beside: Any) -> None:
-    """Draw prediction maps of patches with one scale, multiples of equal similarity, and its colour bar beside axes."""
+def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], panels: Any) -> None:
+    """Draw prediction maps of patches with one scale, multiples of equal similarity, and one colour bar next to the panels."""
     values = torch.stack([heat for _, _, heat in maps])
     values = values[0].numel() * values
     for (axes, patch, _), heat in zip(maps, values, strict=True):
@@ -339,7 +339,7 @@ def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], beside:
         remove_ticks(axes)
         mark_patch(axes, patch, (heat.shape[0], heat.shape[1]), heat.shape, ORANGE)
     label = "similarity to the prediction\n(1: as the average patch)"
-    figure.colorbar(picture, ax=beside, label=label, shrink=0.8, aspect=30)
+    figure.colorbar(picture, ax=panels, label=label, shrink=0.8, aspect=30)
 
 
 @FIGURES.register("covariance")
@@ -506,8 +506,7 @@ def _records(runs: Sequence[Path]) -> list[RunRecords]:
 def _side_by_side(runs: Sequence[Path], noise: bool = True) -> list[AnalysedRun]:
     """Open one run of every kind, the one with the lowest seed, in order of increasing noise.
 
-    Of too many kinds, those of the paper (tied, and without noise) are preferred, evenly spaced. `noise`: only runs with
-    noise.
+    With too many kinds, the paper's (tied, and without noise) are preferred, evenly spaced. `noise`: only runs with noise.
     """
     records = _records(runs)
     check_same_grid(records)
@@ -611,9 +610,9 @@ def draw_against_sigma(
     known = {"tied": "learned, Σ = σAAᵀ (StoP)", "identity": "fixed, Σ = σI"}
     forms = dict.fromkeys(form for form in (*known, *sorted(spreads)) if form in spreads and form != "none")
     for number, (form, colour, marker) in enumerate(zip(forms, SERIES, MARKERS, strict=False)):
-        # Bars are drawn side by side, so that they do not hide each other.
-        beside = 1 if bands or places else 1.06**number
-        sigmas = [(places[form][sigma].mean if places else sigma) * beside for sigma in spreads[form]]
+        # Error bars are shifted, so that they do not hide each other.
+        shift = 1 if bands or places else 1.06**number
+        sigmas = [(places[form][sigma].mean if places else sigma) * shift for sigma in spreads[form]]
         means = [value.mean for value in spreads[form].values()]
         stds = [value.std or 0.0 for value in spreads[form].values()]
         if bands:

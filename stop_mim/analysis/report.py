@@ -73,7 +73,7 @@ def write_report(
         runs: run directories, whose grids of patches must be the same, or directories of sweeps. Runs that differ in their
             seed alone are averaged.
         images: at most 16 images for predictions and features; None: images of the first run's data.
-        console: told where the page is.
+        console: prints the path of the page.
     """
     out = Path(out)
     require_writable(f"The report {out}", out)
@@ -130,7 +130,8 @@ def _described(group: RunGroup, look: Looks) -> Plain:
     """Return what the page says about a group in words."""
     several = len(group.runs) > 1
     states = {status_text(run): run.status.state for run in group.runs}
-    seeds = f"{len(group.runs)} seeds ({group.seeds}): " if several else ""
+    numbers = ", ".join(str(run.config.seed) for run in group.runs)
+    seeds = f"{len(group.runs)} seeds ({numbers}): " if several else ""
     return {
         "name": group.name,
         "state": min(states.values(), key=STATES.index),
@@ -235,15 +236,12 @@ def settings_table(groups: Sequence[RunGroup]) -> Table:
     ]
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column):
-        values = list(dict.fromkeys(column.get(name, NOTHING) for column in columns))
-        if len(values) == 1 or name not in MAIN_FIELDS:
-            rows.append([name, values[0] if len(values) == 1 else _joined(name, values)])
+        first, *others = dict.fromkeys(column.get(name, NOTHING) for column in columns)
+        if name == "seed":
+            rows.append([name, ", ".join(sorted([first, *others], key=int))])
+        elif not others or name not in MAIN_FIELDS:
+            rows.append([name, f"{first} ({len(others)} more)" if others else first])
     return Table("Settings" if len(runs) == 1 else "Settings of all runs", ["", ""], rows)
-
-
-def _joined(name: str, values: Sequence[str]) -> str:
-    """Return different values of a setting: all seeds, else the first value and how many there are."""
-    return ", ".join(sorted(values, key=int)) if name == "seed" else f"{values[0]} ({len(values) - 1} more)"
 
 
 def _where(sessions: Sequence[Plain]) -> dict[str, str]:
@@ -278,7 +276,7 @@ def run_scores(group: RunGroup) -> list[Table]:
     """Return the main scores of a run, of its checkpoints and of its initial weights, a table for each dataset."""
     run, by_data = group.first, dict[str, list[Evaluation]]()
     for one in run.results:
-        # The same encoder may have been named in several ways; scores of a checkpoint are not those of the run.
+        # The same encoder may have been named in several ways; scores of a checkpoint are not the run's scores.
         name = group.name if one in run.evaluations else f"{group.name}, {Path(one.encoder).stem}"
         name = f"{UNTRAINED}{group.name}" if one.is_baseline else name
         by_data.setdefault(one.data, []).append(replace(one, encoder=name))

@@ -203,7 +203,7 @@ def position_maps(positions: Positions, budget: int) -> Plain:
 
 
 def spread_out(grid: tuple[int, int], most: int) -> list[int]:
-    """Return all patches of a grid or, if they are more than `most`, those of every second or third row and column."""
+    """Return all patches of a grid or, if there are more than `most`, of every second or third row and column."""
     rows, columns = grid
     step = 1
     while math.ceil(rows / step) * math.ceil(columns / step) > most and step < max(grid):

@@ -135,7 +135,7 @@ class RunRecords:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of the run's encoder: not those of checkpoints, of RUN#encoder, and of its initial weights."""
+        """The evaluations of the run's encoder, without checkpoints, RUN#encoder and initial weights."""
         names = [(Path(one.encoder), one) for one in self.results if not one.is_baseline]
         return [one for path, one in names if path.parent.name != "checkpoints" and not path.name.endswith("#encoder")]
 
@@ -146,7 +146,7 @@ class RunRecords:
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Return run directories; that of a sweep stands for its finished runs, or for all as long as none is finished."""
+    """Return run directories; a sweep directory is replaced by its finished runs, or by all runs if none is finished."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not (plan := path / PLAN_FILE).exists():
@@ -178,18 +178,13 @@ class RunGroup:
         """The run whose model is shown."""
         return self.runs[0]
 
-    @property
-    def seeds(self) -> str:
-        """The seeds, such as 0, 1, 2."""
-        return ", ".join(str(run.config.seed) for run in self.runs)
-
 
 def group_seeds(runs: Sequence[RunRecords]) -> list[RunGroup]:
     """Group runs that differ in their seed alone; names are paths without the part that all have in common."""
     groups: dict[tuple[TrainConfig, int], list[RunRecords]] = {}
     seen: dict[TrainConfig, int] = {}
     for run in runs:
-        # A second run of the same seed is no other sample: it has a group of its own.
+        # A second run of the same seed is not another sample: it gets a separate group.
         whole = dataclasses.replace(run.config, out="", stop_after_steps=None)
         seen[whole] = seen.get(whole, -1) + 1
         groups.setdefault((dataclasses.replace(whole, seed=0), seen[whole]), []).append(run)
@@ -204,7 +199,7 @@ def _group_names(groups: Sequence[Sequence[RunRecords]]) -> list[str]:
     names = []
     for group in paths:
         own = [os.path.relpath(path, shared) for path in group]
-        # Of stop-0 and stop-1, or of stop/seed-0 and stop/seed-1, it is stop.
+        # stop-0 and stop-1, or stop/seed-0 and stop/seed-1, become stop.
         same = os.path.commonprefix(own)  # noqa: RUF071
         name = own[0] if len(own) == 1 else re.sub(r"\W*(seed)?\W*\d*$", "", same)
         names.append(name or (Path(shared).name if len(groups) == 1 else own[0]))
@@ -216,8 +211,6 @@ class AnalysedRun(RunRecords):
     """A run with the model of its newest checkpoint, in evaluation mode, on the CPU."""
 
     objective: Objective = dataclasses.field(kw_only=True)
-    step: int = dataclasses.field(kw_only=True)
-    """The step of the checkpoint."""
 
 
 def read_records(path: str | Path) -> RunRecords:
@@ -246,7 +239,7 @@ def open_run(path: str | Path) -> AnalysedRun:
         raise InputError(f"The checkpoint {newest} does not fit its run's config ({reason}): restore it.") from error
     objective.positions.set_step(max(0, checkpoint.step - 1))
     fields = {field.name: getattr(records, field.name) for field in dataclasses.fields(records)}
-    return AnalysedRun(**fields, objective=objective, step=checkpoint.step)
+    return AnalysedRun(**fields, objective=objective)
 
 
 def check_same_grid(runs: Sequence[RunRecords]) -> None:

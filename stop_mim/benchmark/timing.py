@@ -64,7 +64,7 @@ class StepMeasurement:
 
 
 def measure_step(work: Work, device: torch.device, images: int, bench: BenchConfig) -> StepMeasurement:
-    """Time repeated runs of a step of so many images, after a warm-up; call `forget_peak` before."""
+    """Time repeated runs of a step on `images` images, after a warm-up; call `forget_peak` before."""
     for _ in range(bench.warmup):
         work()
     seconds = Spread.of(run_seconds(work, device, bench.steps, bench.repeats))

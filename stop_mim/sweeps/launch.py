@@ -51,7 +51,7 @@ def run_job(
         if stop:
             return None
         with log.open("ab") as output:
-            # In a session of its own: Ctrl-C is for the sweep, which asks its runs to stop.
+            # In a new session: Ctrl-C reaches the sweep, which asks its runs to stop.
             process = subprocess.Popen(
                 [*program, *arguments],
                 stdin=subprocess.DEVNULL,

@@ -64,7 +64,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Return the difference of values to those of the baseline, both by seed; None without a common seed."""
+    """Return the difference of values to the baseline's, both by seed; None without a common seed."""
     differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     if not differences:
         return None

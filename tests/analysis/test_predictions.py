@@ -19,7 +19,6 @@ from stop_mim.analysis.predictions import (
     sample_pictures,
 )
 from stop_mim.analysis.runs import RunRecords, open_run, read_records
-from stop_mim.errors import InputError
 from stop_mim.evaluation.features import pooled_features
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_objective
@@ -71,12 +70,6 @@ def test_real_objectives_give_maps_in_the_space_of_their_targets(tmp_path, kind,
     everywhere = all_features(objective, images(2))
     for image in range(2):
         assert torch.allclose(everywhere[image, masks.targets[image].flatten()], targets[image], atol=1e-5)
-
-
-def test_pixels_are_no_features(tmp_path):
-    mae = build_objective(tiny_config(tmp_path, objective=ObjectiveConfig(kind="mae"), masks=MaskConfig(kind="random")))
-    with pytest.raises(InputError, match="ijepa"):
-        feature_objective(mae)
 
 
 def test_samples_of_images_and_masks_are_the_same_every_time(stop_run, monkeypatch):
