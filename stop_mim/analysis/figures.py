@@ -31,7 +31,6 @@ from stop_mim.analysis.predictions import (
     sample_pictures,
 )
 from stop_mim.analysis.runs import (
-    AnalysedRun,
     Noise,
     RunRecords,
     ScoreKey,
@@ -40,7 +39,6 @@ from stop_mim.analysis.runs import (
     common_score,
     group_seeds,
     grouped,
-    open_run,
     read_records,
     run_folders,
     spreads_by_sigma,
@@ -130,7 +128,7 @@ def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     The last part needs runs with and without noise that were scored alike, and is left out without them.
     """
     run = _nearest_to_the_paper(runs)
-    compared = _scores_beside(run, runs, score)
+    compared = _scores_to_compare(run, runs, score)
     figure, panels = _square_panels(run, 4 if compared else 3)
     _draw_idea(panels[:3], run)
     if compared:
@@ -153,7 +151,7 @@ def _square_panels(run: RunRecords, count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(figure.subplots(1, count))
 
 
-def _draw_idea(panels: Sequence[Axes], run: AnalysedRun) -> int:
+def _draw_idea(panels: Sequence[Axes], run: RunRecords) -> int:
     """Draw an image with masked patches, their fixed positions and samples of the stochastic ones; return a masked patch."""
     positions, (rows, columns) = run.objective.positions, run.grid
     assert isinstance(positions, StochasticPositions)
@@ -185,14 +183,14 @@ def _draw_idea(panels: Sequence[Axes], run: AnalysedRun) -> int:
     return patch
 
 
-def _nearest_to_the_paper(runs: Sequence[Path]) -> AnalysedRun:
+def _nearest_to_the_paper(runs: Sequence[Path]) -> RunRecords:
     def distance(run: RunRecords) -> tuple[bool, float]:
         return run.noise.form != "tied", abs(math.log(run.noise.sigma / PositionsConfig().sigma))
 
-    return open_run(min(_noisy(_records(runs)), key=distance).path)
+    return min(_noisy(_records(runs)), key=distance)
 
 
-def _scores_beside(
+def _scores_to_compare(
     run: RunRecords, runs: Sequence[Path], score: str | None
 ) -> tuple[ScoreKey, dict[str, Spread]] | None:
     """Return the score of runs like this one and of runs without noise; None if they cannot be compared."""
@@ -470,7 +468,7 @@ def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """
     run = _nearest_to_the_paper(runs)
     fixed = [one for one in _records(runs) if one.noise.form == "none" and _alike(one, run)]
-    shown = [(f"Prediction of {_method(one)}", open_run(one.path)) for one in fixed[:1]] + [("Prediction of StoP", run)]
+    shown = [(f"Prediction of {_method(one)}", one) for one in fixed[:1]] + [("Prediction of StoP", run)]
     if not isinstance(run.objective, TargetObjective):
         shown = []
     figure, panels = _square_panels(run, 3 + len(shown))
@@ -503,8 +501,8 @@ def _records(runs: Sequence[Path]) -> list[RunRecords]:
     return [read_records(path) for path in runs]
 
 
-def _side_by_side(runs: Sequence[Path], noise: bool = True) -> list[AnalysedRun]:
-    """Open one run of every kind, the one with the lowest seed, in order of increasing noise.
+def _side_by_side(runs: Sequence[Path], noise: bool = True) -> list[RunRecords]:
+    """Return one run of every kind, the one with the lowest seed, in order of increasing noise.
 
     With too many kinds, the paper's (tied, and without noise) are preferred, evenly spaced. `noise`: only runs with noise.
     """
@@ -517,7 +515,7 @@ def _side_by_side(runs: Sequence[Path], noise: bool = True) -> list[AnalysedRun]
     if len(kinds) > MOST_SIDE_BY_SIDE:
         kinds = [run for run in kinds if run.noise.form in ("tied", "none")] or kinds
     last, shown = len(kinds) - 1, min(len(kinds), MOST_SIDE_BY_SIDE)
-    return [open_run(kinds[round(place * last / max(1, shown - 1))].path) for place in range(shown)]
+    return [kinds[round(place * last / max(1, shown - 1))] for place in range(shown)]
 
 
 def _noisy(runs: Sequence[RunRecords]) -> list[RunRecords]:
@@ -542,7 +540,7 @@ def _form(noise: Noise) -> str:
     return {"tied": "StoP", "identity": "Σ = σI", "none": "fixed positions"}.get(noise.form, noise.form)
 
 
-def _generator(run: AnalysedRun) -> torch.Generator:
+def _generator(run: RunRecords) -> torch.Generator:
     return seeded_generator("cpu", run.config.seed, "figure")
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import stop_mim
-from stop_mim.analysis.report_data import Looks, Pictures, Plain, charts, choose_pictures, look_at, picture_url
+from stop_mim.analysis.report_data import ModelData, Pictures, Plain, charts, choose_pictures, model_data, picture_url
 from stop_mim.analysis.runs import (
     INCIDENTAL,
     ONLINE,
@@ -20,7 +20,6 @@ from stop_mim.analysis.runs import (
     RunRecords,
     check_same_grid,
     group_seeds,
-    open_run,
     read_records,
     run_folders,
 )
@@ -93,30 +92,30 @@ def write_report(
 
 def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
     """Return the page as HTML."""
-    looks = [_look(group.first, pictures, len(groups)) for group in groups]
-    drawn = charts(groups, looks)
+    models = [_model_data(group.first, pictures, len(groups)) for group in groups]
+    drawn = charts(groups, models)
     data = {
         "runs": [group.name for group in groups],
         "grid": list(groups[0].first.grid),
         "charts": drawn,
-        "positions": [look.positions for look in looks],
-        "predictions": [look.predictions for look in looks],
-        "features": [look.features for look in looks],
-        "pictures": [picture_url(image) for image in pictures.pixels if any(look.features for look in looks)],
+        "positions": [model.positions for model in models],
+        "predictions": [model.predictions for model in models],
+        "features": [model.features for model in models],
+        "pictures": [picture_url(image) for image in pictures.pixels if any(model.features for model in models)],
     }
     single = len(groups) == len(groups[0].runs) == 1
     return PAGES.get_template("report.html").render(
-        groups=[_described(group, look) for group, look in zip(groups, looks, strict=True)],
+        groups=[_described(group, model) for group, model in zip(groups, models, strict=True)],
         several_seeds=any(len(group.runs) > 1 for group in groups),
         cards=cards(groups[0]) if single else [],
         scores=run_scores(groups[0]) if single else list(compared_scores(groups)),
         details=[details_table(run.results) for group in groups for run in group.runs if run.results] if single else [],
-        summary=summary_table(groups, looks),
+        summary=summary_table(groups, models),
         differences=differences_table(groups),
         settings=settings_table(groups),
         pictures=pictures,
         sections={chart["section"] for chart in drawn}
-        | {section for section in MODEL_SECTIONS if any(getattr(look, section, None) for look in looks)},
+        | {section for section in MODEL_SECTIONS if any(getattr(model, section, None) for model in models)},
         objectives=len({group.first.config.objective.kind for group in groups}),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         version=stop_mim.__version__,
@@ -126,7 +125,7 @@ def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
     )
 
 
-def _described(group: RunGroup, look: Looks) -> Plain:
+def _described(group: RunGroup, model: ModelData) -> Plain:
     """Return what the page says about a group in words."""
     several = len(group.runs) > 1
     states = {status_text(run): run.status.state for run in group.runs}
@@ -141,7 +140,7 @@ def _described(group: RunGroup, look: Looks) -> Plain:
             for run in group.runs
             for text in health_warnings(run)
         ],
-        "notes": look.notes,
+        "notes": model.notes,
         "records": [
             {
                 "name": f"{group.name}, seed {run.config.seed}" if several else group.name,
@@ -153,11 +152,12 @@ def _described(group: RunGroup, look: Looks) -> Plain:
     }
 
 
-def _look(run: RunRecords, pictures: Pictures, n_runs: int) -> Looks:
+def _model_data(run: RunRecords, pictures: Pictures, n_runs: int) -> ModelData:
     try:
-        return look_at(open_run(run.path), pictures, n_runs)
+        # Read again, so that the models of many runs are not all kept in memory.
+        return model_data(read_records(run.path), pictures, n_runs)
     except InputError as error:
-        return Looks(notes=dict.fromkeys(MODEL_SECTIONS, str(error)))
+        return ModelData(notes=dict.fromkeys(MODEL_SECTIONS, str(error)))
 
 
 def _sessions(run: RunRecords) -> list[Plain]:
@@ -198,17 +198,17 @@ def over_seeds(values: Sequence[float], digits: str = ".4g") -> str:
     return f"{found.mean:{digits}}" + (f" ± {found.std:{digits.replace('4', '2')}}" if found.std else "")
 
 
-def summary_table(groups: Sequence[RunGroup], looks: Sequence[Looks]) -> Table:
+def summary_table(groups: Sequence[RunGroup], models: Sequence[ModelData]) -> Table:
     """Return the newest value of the main measurements, and the noise at the newest checkpoint."""
     columns = []
-    for group, look in zip(groups, looks, strict=True):
+    for group, model in zip(groups, models, strict=True):
         steps = {f"{run.last_step:,}" if run.metrics else NOTHING for run in group.runs}
         column = {"Step": ", ".join(sorted(steps))}
         for key, title in NEWEST.items():
             if values := [run.last_values[key] for run in group.runs if key in run.last_values]:
                 column[title] = over_seeds(values)
-        if look.spectrum:
-            column |= {"Effective rank of Σ": look.spectrum["effective_rank"], "Trace of Σ": look.spectrum["trace"]}
+        if model.spectrum:
+            column |= {"Effective rank of Σ": model.spectrum["effective_rank"], "Trace of Σ": model.spectrum["trace"]}
         columns.append(column)
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, NOTHING) for column in columns)] for name in names]

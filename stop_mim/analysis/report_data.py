@@ -23,7 +23,7 @@ from stop_mim.analysis.predictions import (
     sample_images,
     sample_masks,
 )
-from stop_mim.analysis.runs import AnalysedRun, RunGroup, RunRecords
+from stop_mim.analysis.runs import RunGroup, RunRecords
 from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.errors import InputError
 from stop_mim.models.objective import TargetObjective
@@ -61,7 +61,7 @@ MEASUREMENTS = (
 )
 
 
-def charts(groups: Sequence[RunGroup], looks: Sequence["Looks"]) -> list[Plain]:
+def charts(groups: Sequence[RunGroup], models: Sequence["ModelData"]) -> list[Plain]:
     """Return the charts of the report: every measurement over steps, averaged over seeds, and the spectra of the noise."""
     most = min(MOST_CURVE_POINTS, max(LEAST_CURVE_POINTS, CURVE_POINTS // len(groups)))
     found = []
@@ -75,7 +75,7 @@ def charts(groups: Sequence[RunGroup], looks: Sequence["Looks"]) -> list[Plain]:
         # What never changes, such as the noise of fixed positions, needs no chart.
         if len(values) <= len(series) or len({*values}) > 1:
             found.append(_chart(section, title, meaning, "step", series))
-    spectra = [(number, look.spectrum) for number, look in enumerate(looks) if look.spectrum is not None]
+    spectra = [(number, model.spectrum) for number, model in enumerate(models) if model.spectrum is not None]
     eigenvalues = [{"run": number, **one["eigenvalues"]} for number, one in spectra]
     waves = [{"run": number, **one["waves"]} for number, one in spectra if "waves" in one]
     found += [
@@ -143,7 +143,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Looks:
+class ModelData:
     """What the report shows of a run's model; notes say what is missing, by section."""
 
     spectrum: Plain | None = None
@@ -153,7 +153,7 @@ class Looks:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def look_at(run: AnalysedRun, pictures: Pictures, n_runs: int) -> Looks:
+def model_data(run: RunRecords, pictures: Pictures, n_runs: int) -> ModelData:
     """Return all that can be shown of a run's model."""
     positions, notes = run.objective.positions, {}
     spectrum = _spectrum(positions)
@@ -163,13 +163,13 @@ def look_at(run: AnalysedRun, pictures: Pictures, n_runs: int) -> Looks:
         notes["positions"] = "The positions have no noise: there are no maps with noise."
     maps = position_maps(positions, POSITION_BYTES // n_runs)
     if not pictures.pixels:
-        return Looks(spectrum, maps, notes=notes | dict.fromkeys(("predictions", "features"), pictures.missing))
+        return ModelData(spectrum, maps, notes=notes | dict.fromkeys(("predictions", "features"), pictures.missing))
     images = torch.stack([fitted(image, run.objective.encoder.image_size) for image in pictures.pixels])
     colours = pca_maps(patch_features(run.objective.frozen, images), run.grid)
     predictions = _predictions(run, images, PREDICTION_BYTES // n_runs)
     if predictions is None:
         notes["predictions"] = "The objective predicts pixels, not features: there are no prediction maps."
-    return Looks(spectrum, maps, predictions, [packed(one, 0.0, 1.0) for one in colours], notes)
+    return ModelData(spectrum, maps, predictions, [packed(one, 0.0, 1.0) for one in colours], notes)
 
 
 def _spectrum(positions: Positions) -> Plain | None:
@@ -211,7 +211,7 @@ def spread_out(grid: tuple[int, int], most: int) -> list[int]:
     return [row * columns + column for row in range(0, rows, step) for column in range(0, columns, step)]
 
 
-def _predictions(run: AnalysedRun, images: UInt8[Tensor, "n 3 height width"], budget: int) -> Plain | None:
+def _predictions(run: RunRecords, images: UInt8[Tensor, "n 3 height width"], budget: int) -> Plain | None:
     """Return every image's masks and the prediction maps of its masked patches."""
     if not isinstance(run.objective, TargetObjective):
         return None

@@ -79,7 +79,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run directory holds besides weights."""
+    """The contents of a run directory; the model is loaded when it is used."""
 
     path: Path
     config: TrainConfig
@@ -132,6 +132,30 @@ class RunRecords:
                 f"The run {self.path} has no '{name}' in its metrics.jsonl: train it further or leave it out."
             )
         return self.last_values[name]
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The model of the newest checkpoint, in evaluation mode, on the CPU; InputError if there is no checkpoint."""
+        newest = RunFolder(self.path).newest_checkpoint()
+        if newest is None:
+            raise InputError(
+                f"The run {self.path} has no checkpoint: train it until it has saved one, or leave it out."
+            )
+        checkpoint = read_checkpoint(newest)
+        # Schedules of sigma depend on the number of steps of the whole run.
+        objective = build_objective(self.config, max(1, self.total_steps or 1)).eval()
+        tensors = {
+            name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")
+        }
+        try:
+            objective.load_state_dict(tensors, strict=True)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"The checkpoint {newest} does not fit its run's config ({reason}): restore it."
+            ) from error
+        objective.positions.set_step(max(0, checkpoint.step - 1))
+        return objective
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -206,13 +230,6 @@ def _group_names(groups: Sequence[Sequence[RunRecords]]) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class AnalysedRun(RunRecords):
-    """A run with the model of its newest checkpoint, in evaluation mode, on the CPU."""
-
-    objective: Objective = dataclasses.field(kw_only=True)
-
-
 def read_records(path: str | Path) -> RunRecords:
     """Read a run directory; one without a run is an InputError."""
     folder = RunFolder(Path(path))
@@ -220,26 +237,6 @@ def read_records(path: str | Path) -> RunRecords:
     with suppress(InputError):
         status = from_plain(Status, folder.status() or {})
     return RunRecords(folder.path, folder.config(), read_metrics(folder.path), results, status)
-
-
-def open_run(path: str | Path) -> AnalysedRun:
-    """Read a run directory and the model of its newest checkpoint; one without checkpoints is an InputError."""
-    records = read_records(path)
-    newest = RunFolder(records.path).newest_checkpoint()
-    if newest is None:
-        raise InputError(f"The run {path} has no checkpoint: train it until it has saved one, or leave it out.")
-    checkpoint = read_checkpoint(newest)
-    # Schedules of sigma depend on the number of steps of the whole run.
-    objective = build_objective(records.config, max(1, records.total_steps or 1)).eval()
-    weights = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
-    try:
-        objective.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"The checkpoint {newest} does not fit its run's config ({reason}): restore it.") from error
-    objective.positions.set_step(max(0, checkpoint.step - 1))
-    fields = {field.name: getattr(records, field.name) for field in dataclasses.fields(records)}
-    return AnalysedRun(**fields, objective=objective)
 
 
 def check_same_grid(runs: Sequence[RunRecords]) -> None:

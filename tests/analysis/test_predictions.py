@@ -18,7 +18,7 @@ from stop_mim.analysis.predictions import (
     sample_masks,
     sample_pictures,
 )
-from stop_mim.analysis.runs import RunRecords, open_run, read_records
+from stop_mim.analysis.runs import RunRecords, read_records
 from stop_mim.evaluation.features import pooled_features
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_objective
@@ -118,7 +118,7 @@ def test_principal_components_are_colours_with_signs_that_do_not_change():
 
 
 def test_patch_features_are_the_frozen_encoders(stop_run):
-    encoder = open_run(stop_run).objective.frozen
+    encoder = read_records(stop_run).objective.frozen
     found = patch_features(encoder, images(2))
     assert found.shape == (2, N_PATCHES, encoder.dim)
     assert not found.requires_grad

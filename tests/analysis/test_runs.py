@@ -4,14 +4,14 @@ import pytest
 import torch
 from analysed_runs import evaluation, pretend, probed, top1, train_tiny
 
-from stop_mim.analysis.runs import Noise, RunRecords, check_comparable, common_score, open_run, read_records
+from stop_mim.analysis.runs import Noise, RunRecords, check_comparable, common_score, read_records
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint
 from stop_mim.training.config import EncoderConfig, OptimConfig, PositionsConfig, TrainConfig
 
 
 def test_a_run_is_opened_with_its_newest_weights_in_evaluation_mode(stop_run):
-    run = open_run(stop_run)
+    run = read_records(stop_run)
     assert (run.name, run.grid, run.last_step) == ("stop", (4, 6), 8)
     assert not run.objective.training
     assert not run.objective.positions.training
@@ -28,7 +28,7 @@ def test_sigma_of_a_schedule_is_the_one_of_the_checkpoint(tmp_path):
     folder = train_tiny(
         tmp_path / "scheduled", positions=PositionsConfig(sigma=1.0, sigma_start=0.0), stop_after_steps=5
     )
-    run = open_run(folder)
+    run = read_records(folder)
     assert run.objective.positions.sigma == pytest.approx(4 / 7)
     assert run.objective.positions.sigma == pytest.approx(run.newest("sigma"))
 
@@ -38,7 +38,7 @@ def test_weights_that_do_not_fit_and_missing_metrics_are_errors(stop_run, tmp_pa
         stop_run, tmp_path / "odd", encoder=EncoderConfig("tiny", image_size=(32, 48), patch_size=8, width=48)
     )
     with pytest.raises(InputError, match="does not fit"):
-        open_run(odd)
+        _ = read_records(odd).objective
     with pytest.raises(InputError, match="probe/linear_top1"):
         read_records(stop_run).newest("probe/linear_top1")
 
