@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from stop_mim.benchmark.timing import wait_for
 from stop_mim.data.augment import AugmentConfig, RandomCrop, normalise
 from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.order import ShuffledOrder
@@ -118,8 +119,7 @@ def measure(make, args, device):
         pass
     start = time.perf_counter()
     delivered = sum(len(batch) for batch in batches)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait_for(device)
     elapsed = time.perf_counter() - start
     # The workers' own time is known when they have ended, and holds that of the first batches.
     del batches

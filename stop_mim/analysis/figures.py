@@ -220,8 +220,8 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     forms = {run.noise.form for run in records}
     if not {"tied", "identity"} <= forms or len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "It compares learned and fixed covariances over sigma: name runs with positions.covariance tied and identity "
-            "and at least two values of positions.sigma."
+            "Learned and fixed covariances are compared over sigma: name runs with positions.covariance tied and identity, "
+            "and with at least two values of positions.sigma."
         )
     check_comparable(records)
     key = common_score(records, score)
@@ -245,7 +245,7 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     records = [run for run in _records(runs) if run.noise.form in ("tied", "none")]
     if len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "It is about sigma: name runs with stochastic positions, tied, of at least two values of positions.sigma."
+            "Sigmas are compared: name runs with tied stochastic positions and two values of positions.sigma."
         )
     check_comparable(records, forms=["tied"])
     key = common_score(records, score)
@@ -497,7 +497,7 @@ def _alike(one: RunRecords, other: RunRecords) -> bool:
 
 def _records(runs: Sequence[Path]) -> list[RunRecords]:
     if not runs:
-        raise InputError("It needs runs: name their folders with --runs.")
+        raise InputError("No runs are given: name their directories with --runs.")
     return [read_records(path) for path in runs]
 
 
@@ -521,7 +521,7 @@ def _side_by_side(runs: Sequence[Path], noise: bool = True) -> list[RunRecords]:
 def _noisy(runs: Sequence[RunRecords]) -> list[RunRecords]:
     noisy = [run for run in runs if run.noise.form not in ("none", "jittered")]
     if not noisy:
-        raise InputError("It is about noise: name a run with stochastic positions and a sigma above 0.")
+        raise InputError("No run has noise: name a run with stochastic positions and a sigma above 0.")
     return noisy
 
 
