@@ -18,6 +18,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from stop_mim import create_encoder, load_encoder
+from stop_mim.benchmark.timing import wait_for
 from stop_mim.data.augment import TestView, normalise
 from stop_mim.data.image_source import ImageSource
 from stop_mim.evaluation.data import open_task_data
@@ -57,16 +58,11 @@ class Noise(ImageSource):
         return self.images if self.stack else None
 
 
-def wait(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def timed(device, work):
-    wait(device)
+    wait_for(device)
     start = time.perf_counter()
     result = work()
-    wait(device)
+    wait_for(device)
     return time.perf_counter() - start, result
 
 
@@ -167,7 +163,6 @@ def agreement(options):
     train, train_labels, test, test_labels = parts
     penalty = choose_penalty([train], train_labels, data.classes, device).penalty
     ours, probe = timed(device, lambda: TrainingFeatures([train], train_labels, data.classes, device).fit([penalty])[0])
-    print(json.dumps({"linear, ours": 100 * probe.accuracy(test, test_labels), "seconds": ours}), flush=True)
     arrays = [part.cpu().numpy() for part in parts]
     scaler = StandardScaler().fit(arrays[0])
     start = time.perf_counter()

@@ -3,7 +3,7 @@
 python benchmarks/linear_sgd.py ENCODER DATA --images-a-class 50 500
     on the very same features, without augmentation
 python benchmarks/linear_sgd.py ENCODER DATA --images-a-class 50 500 --end-to-end
-    as `stop-mim evaluate --task linear linear-sgd` runs them, beside the network with its initial weights if ENCODER is a run
+    as `stop-mim evaluate --task linear linear-sgd` runs them, and the network with its initial weights if ENCODER is a run
 """
 
 import argparse

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from stop_mim.benchmark.timing import wait_for
 from stop_mim.data.augment import AugmentConfig, RandomCrop, normalise
 from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.order import ShuffledOrder
@@ -118,8 +119,7 @@ def measure(make, args, device):
         pass
     start = time.perf_counter()
     delivered = sum(len(batch) for batch in batches)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait_for(device)
     elapsed = time.perf_counter() - start
     # The workers' own time is known when they have ended, and holds that of the first batches.
     del batches
@@ -128,24 +128,24 @@ def measure(make, args, device):
 
 def compare(name, folder, size, args, device):
     common = (folder, size, args.batch_size)
-    roads = {"torchvision": lambda count: torchvision_batches(*common, count, args.workers, device)}
-    roads["stop-mim, CPU"] = lambda count: our_batches(*common, count, args.workers, device, "cpu")
+    loaders = {"torchvision": lambda count: torchvision_batches(*common, count, args.workers, device)}
+    loaders["stop-mim, CPU"] = lambda count: our_batches(*common, count, args.workers, device, "cpu")
     if device.type == "cuda":
-        roads["stop-mim, GPU"] = lambda count: our_batches(*common, count, args.workers, device, "gpu")
-    rates = {road: [] for road in roads}
+        loaders["stop-mim, GPU"] = lambda count: our_batches(*common, count, args.workers, device, "gpu")
+    rates = {loader: [] for loader in loaders}
     for number in range(args.rounds + 1):
-        for road, make in roads.items():
+        for loader, make in loaders.items():
             measured = measure(make, args, device)
             # The first round fills caches and starts libraries.
             if number:
-                rates[road].append(measured)
+                rates[loader].append(measured)
     files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     print(f"\n{name}: {len(files)} files of {np.mean(files) / 1000:.1f} kB to {size}x{size}, {args.workers} workers")
     print(f"{'':14} {'images/s':>9} {'ratio':>6}  {'a core':>7} {'ratio':>6}")
-    medians = {road: [statistics.median(column) for column in zip(*rates[road], strict=True)] for road in roads}
+    medians = {loader: [statistics.median(column) for column in zip(*rates[loader], strict=True)] for loader in loaders}
     wall, core = medians["torchvision"]
-    for road, (by_clock, by_core) in medians.items():
-        print(f"{road:14} {by_clock:9.0f} {by_clock / wall:5.2f}x  {by_core:7.0f} {by_core / core:5.2f}x", flush=True)
+    for loader, (by_clock, by_core) in medians.items():
+        print(f"{loader:14} {by_clock:9.0f} {by_clock / wall:5.2f}x  {by_core:7.0f} {by_core / core:5.2f}x", flush=True)
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Every speed in docs/performance.md: each row in a process of its own, all compiled together, then measured one by one.
+"""Every speed in docs/performance.md: each row in a separate process, all compiled together, then measured one by one.
 
 python benchmarks/performance.py --data tiny-imagenet/train.parquet --json performance.json
 python benchmarks/performance.py --rows B S --steps 20
@@ -10,12 +10,12 @@ import re
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from contenders import CONTENDERS, Setting, make_contender
+from contenders import CONTENDERS, NOTES
 
 from stop_mim.benchmark.bench import open_run, steps_of
 from stop_mim.benchmark.config import BenchConfig
@@ -25,7 +25,6 @@ from stop_mim.benchmark.timing import Spread, busy_seconds, matrix_ceiling, meas
 from stop_mim.sweeps.grid import with_overrides
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
-from stop_mim.training.pretrain import Parts
 from stop_mim.training.recipes import find_recipe
 from stop_mim.training.trial import peak_memory
 
@@ -93,7 +92,11 @@ def row_main(name: str, data: str, device_name: str, bench: BenchConfig) -> None
     device, images = run.inputs.ranks.device, run.inputs.per_device * run.inputs.batches_per_step
     counts = TokenCounts.of(run.inputs.draw_masks(0)[0], run.objective.encoder.grid)
     with steps_of(run) as step:
-        work = _other_work(run, counts, way, notes) if way in CONTENDERS else step
+        work = step
+        if way in CONTENDERS:
+            other = CONTENDERS[way](run, counts)
+            notes += [NOTES[way]] if way in NOTES else []
+            work = partial(other, next(run.images.starting_at(0)).images, run.inputs.draw_masks(0)[0])
         tokens = work()
         wait_for(device)
         first = time.perf_counter() - started
@@ -143,26 +146,15 @@ def kernel_groups(work, device: torch.device, steps: int = 3) -> dict[str, float
     return dict(sorted(groups.items(), key=lambda item: -item[1]))
 
 
-def _other_work(run: Parts, counts: TokenCounts, name: str, notes: list[str]):
-    """The step of another implementation: the plain one with its own collator, others with masks made beforehand."""
-    inputs = run.inputs
-    contender = make_contender(name, Setting(run.config, inputs.ranks.device, counts, inputs.per_device, run.autocast))
-    notes += [contender.note] if contender.note else []
-    images, given = next(run.images.starting_at(0)).images, inputs.draw_masks(0)[0]
-
-    def work() -> tuple[int, int]:
-        masks = contender.collate() if name == "plain" else given
-        moved = replace(masks, context=masks.context.to(images.device), targets=masks.targets.to(images.device))
-        return contender.step([(images, moved)])
-
-    return work
-
-
 def measure_all(names: list[str], options: list[str], at_once: int, json_file: Path | None) -> bool:
-    """All rows, so many prepared at once; a row that fails is told and left out. Whether none did."""
+    """Measure all rows, `at_once` prepared at the same time; print a row that fails. Return whether none failed."""
     found = []
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     for start in range(0, len(names), at_once):
-        rows = {name: _start(name, options) for name in names[start : start + at_once]}
+        rows = {
+            name: subprocess.Popen([sys.executable, __file__, "--row", name, *options], **pipes, text=True)
+            for name in names[start : start + at_once]
+        }
         for process in rows.values():
             # The end of the stream, too, ends the waiting: for a row that fails.
             while (line := process.stderr.readline()) and line.strip() != "ready":
@@ -174,19 +166,13 @@ def measure_all(names: list[str], options: list[str], at_once: int, json_file: P
                 continue
             row = json.loads(output.splitlines()[-1])
             found.append(row)
-            _tell(row)
+            print_row(row)
             if json_file is not None:
                 json_file.write_text(json.dumps(found, indent=1))
     return len(found) == len(names)
 
 
-def _start(name: str, options: list[str]) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, __file__, "--row", name, *options]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def _tell(row: dict) -> None:
+def print_row(row: dict) -> None:
     rate, time_ms, idle = row["images_per_second"], row["milliseconds"], row.get("idle_part", float("nan"))
     print(
         f"{row['row']:55s} {rate['median']:9,.0f} images/s [{rate['low']:,.0f} {rate['high']:,.0f}] "
@@ -214,11 +200,7 @@ def main() -> None:
     given = parser.parse_args()
     bench = BenchConfig(steps=given.steps, repeats=given.repeats, warmup=given.warmup)
     if given.row is not None:
-        try:
-            row_main(given.row, given.data, given.device, bench)
-        except Exception:
-            traceback.print_exc()
-            sys.exit(1)
+        row_main(given.row, given.data, given.device, bench)
         return
     names = [name for name in chosen_rows(given.rows) if given.data or ROWS[name][2] != "data"]
     if missing := [start for start in given.rows or () if not chosen_rows([start])]:

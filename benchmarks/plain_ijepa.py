@@ -7,19 +7,18 @@ optimiser is AdamW as torch has it, and the target moves in a loop over its para
 import copy
 import math
 import random
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from contenders import Contender, encoder_dimensions
 from torch import nn
 
 from stop_mim.masking import Masks
+from stop_mim.models.encoder import SIZES
 from stop_mim.positions import SinCosPositions
-from stop_mim.training.schedules import values_at
 
 NORM_EPS = 1e-6
 DRAWS = 100
-STEPS_PER_EPOCH = 1000
 
 
 class PlainAttention(nn.Module):
@@ -133,11 +132,8 @@ class PlainCollator:
     def __call__(self):
         target_shape = self.draw_shape(self.masks.target_scale, self.masks.target_aspect, self.counts.target)
         context_shape = self.draw_shape(self.masks.context_scale, self.masks.context_aspect, 1)
-        contexts, targets = [], []
-        for _ in range(self.batch_size):
-            context, blocks = self.draw_image(target_shape, context_shape)
-            contexts.append(context)
-            targets.append(blocks)
+        drawn = [self.draw_image(target_shape, context_shape) for _ in range(self.batch_size)]
+        contexts, targets = zip(*drawn, strict=True)
         return Masks(torch.tensor(contexts), torch.tensor(targets))
 
     def draw_shape(self, scale, aspect, least):
@@ -180,31 +176,12 @@ def build_plain(config):
     )
 
 
+def encoder_dimensions(config):
+    """Return width, depth, heads and MLP ratio of the encoder."""
+    given = {name: getattr(config, name) for name in ("width", "depth", "heads") if getattr(config, name) is not None}
+    return replace(SIZES[config.size], **given)
+
+
 def grid_of(config):
     height, width = config.encoder.image_size
     return height // config.encoder.patch_size, width // config.encoder.patch_size
-
-
-def plain_contender(setting):
-    """The plain model as something to be measured."""
-    config = setting.config
-    model = build_plain(config).to(setting.device)
-    values = values_at(0, STEPS_PER_EPOCH, config.optim)
-    optimiser = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=values.lr,
-        betas=config.optim.betas,
-        weight_decay=values.weight_decay,
-    )
-
-    def step(batches):
-        optimiser.zero_grad()
-        for images, masks in batches:
-            with setting.autocast:
-                loss = model(images, masks) / len(batches)
-            loss.backward()
-        optimiser.step()
-        model.update_target(values.ema_momentum)
-        return masks.context.shape[1], masks.targets[0].numel()
-
-    return Contender(step, PlainCollator(config.masks, grid_of(config), setting.counts, setting.per_device))

@@ -34,19 +34,18 @@ from stop_mim.options import Compat
 from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins, unknown_name
 from stop_mim.sweeps.grid import SWEEPS
-from stop_mim.sweeps.grid import summary as sweep_summary
 from stop_mim.sweeps.plan import SweepConfig, base_config
 from stop_mim.training.config import SpeedConfig, TrainConfig, require_data
 from stop_mim.training.config_file import read_config, run_name
 from stop_mim.training.derived import following
-from stop_mim.training.recipes import RECIPES, find_recipe, summary, with_compat
+from stop_mim.training.recipes import RECIPES, find_recipe, with_compat
 
 if TYPE_CHECKING:
     from stop_mim.training.pretrain import TrainResult
 
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
-# Export formats and figures of the package; those of plugins are known when the plugin is loaded.
+# Export formats and figures of the package; plugins add theirs when they are loaded.
 EXPORTERS, DRAWN = "stop_mim.exchange.formats:EXPORTERS", "stop_mim.analysis.figures:FIGURES"
 FORMATS = ("timm", "hf", "onnx", "export")
 FIGURES = ("1", "3", "4", "5", "6", "covariance", "theory", "loss", "positions")
@@ -58,8 +57,6 @@ GIVEN: ContextVar[Sequence[str]] = ContextVar("arguments", default=())
 
 # Commands whose first argument is a name, and the registry of these names.
 NAMED: dict[str, Registry[Any]] = {"pretrain": RECIPES, "bench": RECIPES, "plan": RECIPES, "sweep": SWEEPS}
-# Commands whose first argument is a path, unless it has a prefix such as timm:, and what it is a path of.
-PATHS = {"resume": "run", "evaluate": "encoder", "export": "encoder"}
 # What to do about failed file operations.
 REMEDIES = {
     errno.ENOENT: "check the path",
@@ -80,7 +77,7 @@ def _recipes(kind: Callable[..., Any]) -> Any:
         compat = _asked_compat() if name in asked else "corrected"
         return kind(name, following(find_recipe(name, compat), given), compat=compat)
 
-    found = {name: (options(name), summary(name)) for name in RECIPES}
+    found = {name: (options(name), RECIPES.summary(name)) for name in RECIPES}
     for name in filter(_is_config_file, asked):
         path = Path(name).expanduser()
         config = following(with_compat(read_config(path), _asked_compat()), given)
@@ -100,7 +97,7 @@ def _asked_compat() -> Compat:
 
 def _sweeps() -> Any:
     """Return a subcommand for each sweep."""
-    return one_of({name: (SweepOptions(name, SweepConfig()), sweep_summary(name)) for name in SWEEPS})
+    return one_of({name: (SweepOptions(name, SweepConfig()), SWEEPS.summary(name)) for name in SWEEPS})
 
 
 def _registered(registry: str, usual: tuple[str, ...]) -> tuple[str, ...]:
@@ -211,8 +208,7 @@ class Evaluate:
 
     def __call__(self) -> None:
         check_arguments(self.encoders, self.config)
-        for name in self.encoders:
-            _require_path("encoder", name)
+        _require_paths("encoder", *self.encoders)
         _require_datasets(self.config.data, self.config.test_data)
         from stop_mim.evaluation.evaluate import evaluate
 
@@ -237,7 +233,7 @@ class Sweep:
     stop-mim sweep NAME [--dry-run] [--GROUP.FIELD VALUE …]
     stop-mim sweep --vary FIELD VALUE VALUE … [--vary FIELD VALUE VALUE …]
 
-    Options with a group, such as --optim.lr, go to `pretrain`, those of the group speed also to `evaluate`.
+    Options with a group, such as --optim.lr, go to `pretrain`, the group speed also to `evaluate`.
     """
 
     run: Annotated[Any, arg(constructor_factory=_sweeps, name="")]
@@ -297,8 +293,7 @@ class Figure:
         for name in self.names:
             if name not in (*known, "all"):
                 raise unknown_name("figure", name, known)
-        for run in self.runs:
-            _require_path("run", str(run))
+        _require_paths("run", *map(str, self.runs))
         from stop_mim.analysis.figures import draw_figures
 
         for path in draw_figures(self.names, self.runs, self.out, _print, self.score):
@@ -318,8 +313,7 @@ class Report:
     """At most sixteen images to show the encoders' features of; default: some of the first run's data."""
 
     def __call__(self) -> None:
-        for run in self.runs:
-            _require_path("run", str(run))
+        _require_paths("run", *map(str, self.runs))
         from stop_mim.analysis.report import write_report
 
         write_report(self.runs, self.out, self.images or None, Console())
@@ -342,6 +336,7 @@ class Export:
     """Licence of the weights for the model card, such as apache-2.0."""
 
     def __call__(self) -> None:
+        _require_paths("encoder", self.encoder)
         from stop_mim.exchange.export import export_encoder
 
         export_encoder(self.encoder, self.to, self.out, self.push, self.licence)
@@ -452,8 +447,6 @@ def _run(given: list[str]) -> None:
     if given[0] not in HELP:
         COMMANDS.find(given[0])
         _check_name(*given[:2])
-        for name in given[1:2] if given[0] in PATHS else ():
-            _require_path(PATHS[given[0]], name)
     kinds = [Annotated[kind, subcommand(name, **_settings(name, given))] for name, kind in COMMANDS.items()]
     command, unknown = parse(functools.reduce(operator.or_, kinds), given, prog="stop-mim")
     if isinstance(command, Sweep):
@@ -510,24 +503,24 @@ def _check_name(command: str, name: str = "") -> None:
     registry.find(name)
 
 
-def _require_path(kind: str, name: str) -> None:
-    """Raise InputError, with the closest path, for the path of a run, an encoder or a dataset that is not there."""
-    path = Path(name.partition("#")[0]).expanduser()
-    # Names with a prefix such as timm:, of the hub, and patterns are no paths.
-    if any(sign in name for sign in ":*?[{") or name.startswith(("-", "stop-mim/")) or path.exists():
-        return
-    others = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, others, n=1)
-    remedy = f"did you mean '{path.parent / close[0]}'?" if close else "check the path."
-    raise InputError(f"There is no {kind} '{name}': {remedy}")
+def _require_paths(kind: str, *names: str) -> None:
+    """Raise InputError, with the closest path, for a run, an encoder or a dataset that does not exist."""
+    for name in names:
+        path = Path(name.partition("#")[0]).expanduser()
+        # Names with a prefix such as timm:, of the hub, and patterns are not paths.
+        if any(sign in name for sign in ":*?[{") or name.startswith(("-", "stop-mim/")) or path.exists():
+            continue
+        others = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, others, n=1)
+        remedy = f"did you mean '{path.parent / close[0]}'?" if close else "check the path."
+        raise InputError(f"There is no {kind} '{name}': {remedy}")
 
 
 def _require_datasets(*names: str | None) -> None:
-    """Raise InputError for paths of datasets that are not there, before torch is imported."""
-    for name in filter(None, names):
-        # A plugin may open names of its own.
-        if name != "scenes" and "stop_mim.data.sources" not in sys.modules:
-            _require_path("dataset", name)
+    """Raise InputError for paths of datasets that do not exist, before torch is imported."""
+    # A plugin may open other names.
+    if "stop_mim.data.sources" not in sys.modules:
+        _require_paths("dataset", *(name for name in names if name not in (None, "", "scenes")))
 
 
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
@@ -537,9 +530,10 @@ def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
     if name == given[0] == "figure" and {*HELP} & {*given}:
         from stop_mim.analysis.figures import FIGURES
 
-        lines = (f"  - {figure}: {(draw.__doc__ or '').strip().splitlines()[0]}" for figure, draw in FIGURES.items())
+        lines = (f"  - {figure}: {FIGURES.summary(figure)}" for figure in FIGURES)
         settings["description"] += "\n\n" + "\n".join(lines)
     if name == given[0] == "resume" and len(given) > 1 and given[1] not in HELP:
+        _require_paths("run", given[1])
         from stop_mim.training.run_folder import RunFolder
 
         settings["default"] = Resume(tyro.MISSING, RunFolder(Path(given[1])).config().speed)

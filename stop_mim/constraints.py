@@ -45,7 +45,7 @@ def Number(
 
 
 ABOVE_ZERO = Number("give a number above 0", above=0)
-# More is a mistake, or somebody who wants to fill the memory.
+# Larger values are mistakes, or attempts to fill the memory.
 SIDE = Number("give a number from 1 to 16,384", at_least=1, at_most=2**14)
 WIDTH = Number("give a number from 1 to 65,536", at_least=1, at_most=2**16)
 DEPTH = Number("give a number from 1 to 1,000", at_least=1, at_most=1000)
@@ -151,7 +151,7 @@ def _fields(config: type) -> Iterator[tuple[dataclasses.Field[Any], Any, tuple[A
 
 
 def _choices(kind: Any) -> list[object]:
-    """Return the values of a Literal, alone or in a union; the elements of a tuple are checked by whoever reads them."""
+    """Return the values of a Literal, alone or in a union; the elements of a tuple are not checked here."""
     parts = () if typing.get_origin(kind) is tuple else typing.get_args(kind)
     literals = [part for part in (kind, *parts) if typing.get_origin(part) is Literal]
     return [choice for part in literals for choice in typing.get_args(part)]

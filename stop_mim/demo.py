@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stop_mim.analysis.drawing import STYLE
-from stop_mim.analysis.figures import FIGURES
+from stop_mim.analysis.figures import FIGURES, STYLE
 from stop_mim.analysis.report import write_report
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
@@ -65,7 +64,7 @@ def run_demo(config: TrainConfig | None = None, console: Console | None = None) 
 def evaluate(
     config: TrainConfig, run: Path, train_source: ImageSource, test_source: ImageSource
 ) -> Iterator[Evaluation]:
-    """Yield the scores of trained features, of those of the run's initial weights, and of pixels."""
+    """Yield the scores of trained features, of features of the run's initial weights, and of pixels."""
     # Scenes are held in memory.
     images = [part for source in (train_source, test_source) if (part := source.stacked()) is not None]
     images[0] = images[0][:LABELLED_SCENES]

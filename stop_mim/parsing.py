@@ -46,12 +46,16 @@ def parse(kind: Any, given: Sequence[str], **options: Any) -> tuple[Any, list[st
 
 
 def given_options(given: Sequence[str]) -> dict[str, str]:
-    """Return the last value of each option among the arguments, by the path of its field, such as optim.epochs."""
-    options = {}
-    for argument, following in itertools.zip_longest(given, given[1:], fillvalue=""):
+    """Return the values of each option among the arguments as one text, by the path of its field, such as optim.epochs."""
+    options: dict[str, str] = {}
+    path = None
+    for argument in given:
         if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            options[name.replace("-", "_")] = value if equals else following
+            name, _, value = argument[2:].partition("=")
+            path = name.replace("-", "_")
+            options[path] = value
+        elif path is not None:
+            options[path] = f"{options[path]} {argument}".strip()
     return options
 
 
@@ -79,7 +83,7 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
 
 
 def _refuse(given: Sequence[str], event: Any) -> None:
-    """Raise InputError for arguments that tyro rejects; it prints a message of its own for events not listed here."""
+    """Raise InputError for arguments that tyro rejects; for other events tyro prints its message."""
     if isinstance(event, tyro_errors.MissingArgs):
         missing = event.missing_arguments[0].arg
         name = missing.lowered.metavar if missing.is_positional() else missing.display_name()
@@ -96,23 +100,13 @@ def _refuse(given: Sequence[str], event: Any) -> None:
     if isinstance(event, tyro_errors.InvalidChoice):
         raise InputError(f"{flag} is '{event.value}': choose {_either(event.choices)}.")
     if isinstance(event, tyro_errors.InstantiationFailure | tyro_errors.BadValue):
-        values = _values_of(flag, given)
+        values = given_options(given).get(flag.lstrip("-").replace("-", "_"))
         what = f"is '{values}'" if values else "has no value"
         raise InputError(f"{flag} {what}: give {_needs(shown.lowered.metavar)}.")
 
 
 def _either(choices: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-
-
-def _values_of(flag: str, given: Sequence[str]) -> str:
-    """Return the values that follow an option in the arguments."""
-    for place, one in enumerate(given):
-        name, equals, value = one.partition("=")
-        if name.replace("_", "-") == flag:
-            rest = itertools.takewhile(lambda other: not other.startswith("--"), given[place + 1 :])
-            return value if equals else " ".join(rest)
-    return ""
 
 
 def _needs(metavar: str) -> str:

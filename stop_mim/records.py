@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stop_mim.errors import InputError, first_line
-from stop_mim.files import require_regular
+from stop_mim.files import require_regular, write_atomically
 
 # Whole numbers beyond these fit neither tensors nor seeds.
 MOST = 2**63 - 1
@@ -28,6 +28,12 @@ def read_record(path: Path, kind: Any, remedy: str) -> Any:
         raise InputError(f"{path} cannot be read ({first_line(error).rstrip('.')}): {remedy}.") from error
 
 
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file atomically."""
+    text = json.dumps(document, indent=2)
+    write_atomically(path, lambda file: file.write_text(text + "\n"))
+
+
 def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:
     """Return what JSON or YAML stores as a value of a type.
 
@@ -35,7 +41,7 @@ def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:
         kind: a dataclass, or a type as dataclasses annotate their fields with.
         value: plain values; lists become tuples where the type is one, whole numbers become floats, and so do texts such as
             1e-3, which YAML does not read as a number.
-        name: how errors call the value, such as optim.lr.
+        name: the value's name in errors, such as optim.lr.
         base: an instance of the dataclass whose fields are kept where the value has none; default: the type's defaults.
     """
     if typing.get_origin(kind) is typing.Annotated:
@@ -86,7 +92,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
             return from_plain(kind, value, name)
         except InputError as error:
             errors.append(error)
-    # That of the first type, which is the one that matters in "float | None".
+    # The first type is the one that matters in "float | None".
     raise errors[0]
 
 
@@ -105,8 +111,10 @@ def _scalar(kind: Any, value: Any, name: str) -> Any:
         if isinstance(value, str):
             with suppress(ValueError):
                 return float(value)
-        # Infinity and NaN are what some measurements are.
+        # Some measurements are infinite or NaN.
         return float(_required(value, is_number or isinstance(value, float), name, "a number"))
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if kind is int:
         return _required(value, is_number and isinstance(value, int), name, "a whole number")
     described = {bool: "true or false", str: "a text", type(None): "nothing"}.get(kind, str(kind))

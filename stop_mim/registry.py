@@ -52,6 +52,10 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
             return self._entries[name]
         raise unknown_name(self.kind, name, self._entries)
 
+    def summary(self, name: str) -> str:
+        """Return the first line of an entry's docstring, its help on the command line."""
+        return (self[name].__doc__ or "").strip().splitlines()[0]
+
     def __getitem__(self, name: str) -> Entry:
         self._load()
         return self._entries[name]

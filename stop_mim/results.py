@@ -4,14 +4,14 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
-from stop_mim.records import from_plain, read_record
+from stop_mim.records import from_plain, read_record, write_json
 from stop_mim.tables import Table
 
 RESULTS_FILE = "results.json"
@@ -121,7 +121,7 @@ class Evaluation:
     facts: dict[str, Any] = field(default_factory=dict)
     """Image size, fingerprints of encoder and data, numbers of images, versions, hardware, date."""
     details: dict[str, Any] = field(default_factory=dict)
-    """Results that are not scores, such as those of every sequence of a video task."""
+    """Results that are not scores, such as the sequences of a video task."""
     scores: list[Score] = field(default_factory=list)
 
     @property
@@ -156,14 +156,13 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {**values, "scores": [score.as_json() for score in self.scores]}
+        return {**vars(self), "scores": [score.as_json() for score in self.scores]}
 
 
 def find_score(evaluations: Sequence[Evaluation], spec: str) -> tuple[Evaluation, Score]:
     """Return the newest score of a name, with its evaluation; raise InputError if there is none.
 
-    Scores of trained encoders come before those of untrained ones.
+    Trained encoders come before untrained ones.
 
     Args:
         evaluations: as `read_results` returns them, the newest last.
@@ -212,12 +211,6 @@ def results_document(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     return {**document, **videos[0].details} if len(videos) == 1 else document
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    text = json.dumps(document, indent=2)
-    write_atomically(path, lambda file: file.write_text(text + "\n"))
-
-
 def write_csv(path: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write a CSV file with one line for each score."""
     head = ["encoder", "task", "label", "data", "seed", "layers", "variant", "metric", "value", "low", "high", "std"]
@@ -237,10 +230,10 @@ def write_csv(path: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation] = ()) -> Table:
-    """Return the main score of each task and encoder, beside the untrained encoder and chance.
+    """Return the main score of each task and encoder, next to the untrained encoder's and chance.
 
     Args:
-        evaluations: what is shown, on one dataset. An untrained encoder has a row of its own only if it is alone.
+        evaluations: what is shown, on one dataset. An untrained encoder has a row only if it is alone.
         known: other evaluations, in which the scores of untrained encoders are looked up too.
     """
     encoders = list(dict.fromkeys(one.encoder for one in evaluations))

@@ -64,12 +64,8 @@ def write_parquet(path):
 
 def write_tar(path):
     with tarfile.open(path, "w") as archive:
-        for name, content in (
-            ("a.png", picture()),
-            ("a.cls", b"1"),
-            ("b.jpg", picture("JPEG")),
-            ("b.json", b'{"label": 2}'),
-        ):
+        files = {"a.png": picture(), "a.cls": b"1", "b.jpg": picture("JPEG"), "b.json": b'{"label": 2}'}
+        for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
@@ -157,30 +153,18 @@ def run_command(arguments):
         raise RuntimeError(f"exit code {code}: {sentence}")
 
 
-def shards(path):
-    read_images(ShardSource(str(path)))
-
-
 # Kind: how the file is called and written, and what reads it.
 KINDS = {
-    "png": ("a.png", lambda path: path.write_bytes(picture()), lambda path: decode_image(path.read_bytes(), "a")),
-    "jpeg": (
-        "a.jpg",
-        lambda path: path.write_bytes(picture("JPEG")),
-        lambda path: decode_image(path.read_bytes(), "a"),
-    ),
-    "tiff": (
-        "a.tif",
-        lambda path: path.write_bytes(picture("TIFF")),
-        lambda path: decode_image(path.read_bytes(), "a"),
-    ),
-    "webp": (
-        "a.webp",
-        lambda path: path.write_bytes(picture("WEBP")),
-        lambda path: decode_image(path.read_bytes(), "a"),
-    ),
+    **{
+        kind: (
+            f"a.{kind}",
+            lambda path: path.write_bytes(picture(path.suffix[1:])),
+            lambda path: decode_image(path.read_bytes(), "a"),
+        )
+        for kind in ("png", "jpeg", "tiff", "webp")
+    },
     "parquet": ("a.parquet", write_parquet, lambda path: read_images(ParquetSource(find_files([str(path)]), "a"))),
-    "tar": ("a.tar", write_tar, shards),
+    "tar": ("a.tar", write_tar, lambda path: read_images(ShardSource(str(path)))),
     "encoder": ("a.safetensors", lambda path: save_encoder(tiny_encoder(), path), load_encoder),
     "checkpoint": (
         "step-00000001.safetensors",

@@ -27,15 +27,11 @@ def counts(kind):
     return {"run": (50, 2000), "figures": (3, 100)}.get(kind.split()[0], (15, 2000))
 
 
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_files_are_read_or_refused(tmp_path, kind):
-    assert fuzz(kind, range(counts(kind)[0]), tmp_path) == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_damaged_files_are_read_or_refused(tmp_path, kind):
-    assert fuzz(kind, range(1000, 1000 + counts(kind)[1]), tmp_path) == {}
+def test_damaged_files_are_read_or_refused(tmp_path, kind, many):
+    first = 1000 if many else 0
+    assert fuzz(kind, range(first, first + counts(kind)[many]), tmp_path) == {}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in IMAGES and not kind.startswith("figures")])

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from stop_mim.errors import InputError
+from stop_mim.records import write_json
 from stop_mim.results import (
     Evaluation,
     Score,
@@ -22,7 +23,6 @@ from stop_mim.results import (
     read_results,
     results_document,
     write_csv,
-    write_json,
 )
 
 SCORES = [

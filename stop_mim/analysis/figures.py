@@ -5,43 +5,22 @@ Runs that do not suffice are an InputError that says what is missing. `score` is
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import torch
+from jaxtyping import Int, UInt8
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from torch import Tensor
 
 from stop_mim.analysis import theory
-from stop_mim.analysis.drawing import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    MARKERS,
-    ORANGE,
-    PURPLE,
-    SERIES,
-    SKY,
-    STYLE,
-    VERMILION,
-    WIDE,
-    add_legend_below,
-    add_letters,
-    darkened,
-    draw_against_sigma,
-    draw_image,
-    mark_patch,
-    remove_ticks,
-    save_figure,
-    score_label,
-    seeds_label,
-    set_sigma_axis,
-)
 from stop_mim.analysis.noise import identified, noise_spectrum, sampled_places, similarity_maps
 from stop_mim.analysis.predictions import (
     central_target,
@@ -52,7 +31,6 @@ from stop_mim.analysis.predictions import (
     sample_pictures,
 )
 from stop_mim.analysis.runs import (
-    AnalysedRun,
     Noise,
     RunRecords,
     ScoreKey,
@@ -61,15 +39,14 @@ from stop_mim.analysis.runs import (
     common_score,
     group_seeds,
     grouped,
-    noise_of,
-    open_run,
     read_records,
     run_folders,
     spreads_by_sigma,
 )
 from stop_mim.errors import InputError
+from stop_mim.files import write_atomically
 from stop_mim.models.objective import TargetObjective
-from stop_mim.positions import StochasticPositions
+from stop_mim.positions import Grid, StochasticPositions
 from stop_mim.registry import Registry
 from stop_mim.seeds import seeded_generator
 from stop_mim.sweeps.summary import Spread
@@ -85,21 +62,49 @@ PANEL, MAP = 2.1, 1.5
 POSITION_DRAWS = 200
 FEW_POINTS = 30
 LINES = ("-", "--", ":")
+CONTEXT_LABELS = {True: "context matters", False: "context irrelevant"}
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
+BLUE, ORANGE, GREEN, VERMILION, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999"
+PURPLE, SKY, BLACK = "#CC79A7", "#56B4E9", "#000000"
+SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4.5,
+    # Text stays text in a PDF.
+    "pdf.fonttype": 42,
+}
+PNG_DPI = 200
+# Least distance between labelled sigmas, as a fraction of the axis.
+LABEL_WIDTH = 0.15
+# Width of labels of vertical axes, in characters.
+LABEL_CHARACTERS = 26
+# Width in inches of figures over two columns.
+WIDE = 7.2
 
 
 def draw_figures(
     names: Sequence[str],
     runs: Sequence[str | Path],
     out: str | Path,
-    tell: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = lambda text: None,
     score: str | None = None,
 ) -> list[Path]:
     """Draw figures by name from runs, each as PDF and PNG; return the files.
 
     Args:
-        runs: run directories, and those of sweeps, which stand for their finished runs.
-        names: names in FIGURES, or "all". Of "all", figures for which the runs do not suffice are left out.
-        tell: called with a sentence for each figure that is left out.
+        names: names in FIGURES, or "all", which skips figures for which the runs do not suffice.
+        runs: run directories, or sweep directories, which include their finished runs.
+        warn: called with a sentence for each figure that is skipped.
         score: score of figures 1, 3 and 4, such as linear/top1; None: the nearest to the paper's protocol.
     """
     everything = "all" in names
@@ -111,8 +116,8 @@ def draw_figures(
                 written += save_figure(draw(paths, score), Path(out) / f"figure-{name}")
         except InputError as error:
             if not everything:
-                raise
-            tell(f"Figure {name} is left out: {error}")
+                raise InputError(f"Figure {name} cannot be drawn: {error}") from error
+            warn(f"Figure {name} is left out: {error}")
     return written
 
 
@@ -122,15 +127,20 @@ def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
 
     The last part needs runs with and without noise that were scored alike, and is left out without them.
     """
-    run = _nearest_to_the_paper(runs, "1")
-    scores = _scores_beside(run, runs, score)
-    figure, panels = _square_panels(run, 4 if scores else 3)
+    run = _nearest_to_the_paper(runs)
+    compared = _scores_to_compare(run, runs, score)
+    figure, panels = _square_panels(run, 4 if compared else 3)
     _draw_idea(panels[:3], run)
-    if scores:
-        _draw_bars(panels[3], *scores)
+    if compared:
+        key, spreads = compared
+        means, stds = zip(*((one.mean, one.std or 0.0) for one in spreads.values()), strict=True)
+        panels[3].bar(range(2), means, yerr=stds, color=[GREY, BLUE], width=0.6, capsize=3)
+        names = [f"{name.removesuffix(' positions')}\nn = {one.n}" for name, one in spreads.items()]
+        panels[3].set_xticks(range(2), names)
+        panels[3].set_ylabel(score_label(key))
         height, width = run.config.encoder.image_size
         panels[3].set_box_aspect(height / width)
-    add_letters(figure.axes)
+    add_letters(figure)
     return figure
 
 
@@ -141,7 +151,7 @@ def _square_panels(run: RunRecords, count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(figure.subplots(1, count))
 
 
-def _draw_idea(panels: Sequence[Axes], run: AnalysedRun) -> int:
+def _draw_idea(panels: Sequence[Axes], run: RunRecords) -> int:
     """Draw an image with masked patches, their fixed positions and samples of the stochastic ones; return a masked patch."""
     positions, (rows, columns) = run.objective.positions, run.grid
     assert isinstance(positions, StochasticPositions)
@@ -173,20 +183,19 @@ def _draw_idea(panels: Sequence[Axes], run: AnalysedRun) -> int:
     return patch
 
 
-def _nearest_to_the_paper(runs: Sequence[Path], figure: str) -> AnalysedRun:
+def _nearest_to_the_paper(runs: Sequence[Path]) -> RunRecords:
     def distance(run: RunRecords) -> tuple[bool, float]:
-        noise = noise_of(run.config)
-        return noise.form != "tied", abs(math.log(noise.sigma / PositionsConfig().sigma))
+        return run.noise.form != "tied", abs(math.log(run.noise.sigma / PositionsConfig().sigma))
 
-    return open_run(min(_noisy(_records(runs, figure), figure), key=distance).path)
+    return min(_noisy(_records(runs)), key=distance)
 
 
-def _scores_beside(
+def _scores_to_compare(
     run: RunRecords, runs: Sequence[Path], score: str | None
 ) -> tuple[ScoreKey, dict[str, Spread]] | None:
     """Return the score of runs like this one and of runs without noise; None if they cannot be compared."""
-    kinds = (noise_of(run.config), Noise("none", 0.0))
-    records = [one for one in _records(runs, "1") if noise_of(one.config) in kinds]
+    kinds = (run.noise, Noise("none", 0.0))
+    records = [one for one in _records(runs) if one.noise in kinds]
     records = [one for one in records if one.config.positions.kind != "learned"]
     try:
         check_comparable(records)
@@ -200,15 +209,6 @@ def _scores_beside(
     return (key, spreads) if len(spreads) == 2 else None
 
 
-def _draw_bars(axes: Axes, score: ScoreKey, spreads: dict[str, Spread]) -> None:
-    values = list(spreads.values())
-    stds = [value.std or 0.0 for value in values]
-    axes.bar(range(2), [value.mean for value in values], yerr=stds, color=[GREY, BLUE], width=0.6, capsize=3)
-    names = [f"{name.removesuffix(' positions')}\nn = {value.n}" for name, value in spreads.items()]
-    axes.set_xticks(range(2), names)
-    axes.set_ylabel(score_label(score))
-
-
 @FIGURES.register("3")
 def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Accuracy with a learned covariance (tied) and a fixed one (identity), against sigma and against the noise they make.
@@ -216,12 +216,12 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     At the same sigma the two make noise of different power. The second panel has the noise-to-signal ratio ‖ψ̂ - ψ‖ / ‖ψ‖
     of the trained models on its axis, where models of equal power are above each other.
     """
-    records = _records(runs, "3")
-    forms = {noise_of(run.config).form for run in records}
-    if not {"tied", "identity"} <= forms or len({noise_of(run.config).sigma for run in records} - {0.0}) < 2:
+    records = _records(runs)
+    forms = {run.noise.form for run in records}
+    if not {"tied", "identity"} <= forms or len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "Figure 3 compares learned and fixed covariances over sigma: name runs with positions.covariance tied and identity "
-            "and at least two values of positions.sigma."
+            "Learned and fixed covariances are compared over sigma: name runs with positions.covariance tied and identity, "
+            "and with at least two values of positions.sigma."
         )
     check_comparable(records)
     key = common_score(records, score)
@@ -234,7 +234,7 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     power = spreads_by_sigma(records, lambda run: run.newest("health/noise_to_signal"))
     draw_against_sigma(at_power, scores, bands=False, places=power)
     at_power.set(title="equal power", xscale="log", xlabel="noise-to-signal ratio ‖ψ̂ − ψ‖ / ‖ψ‖ after training")
-    add_letters(figure.axes)
+    add_letters(figure)
     add_legend_below(figure, at_sigma, 3, seeds_label(records))
     return figure
 
@@ -242,10 +242,10 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
 @FIGURES.register("4")
 def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Norms of A and m̃, and accuracy, against sigma."""
-    records = [run for run in _records(runs, "4") if noise_of(run.config).form in ("tied", "none")]
-    if len({noise_of(run.config).sigma for run in records} - {0.0}) < 2:
+    records = [run for run in _records(runs) if run.noise.form in ("tied", "none")]
+    if len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "Figure 4 is about sigma: name runs with stochastic positions, tied, of at least two values of positions.sigma."
+            "Sigmas are compared: name runs with tied stochastic positions and two values of positions.sigma."
         )
     check_comparable(records, forms=["tied"])
     key = common_score(records, score)
@@ -259,7 +259,7 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
         draw_against_sigma(axes, spreads_by_sigma(records, measure))
         axes.set_ylabel(label)
         set_sigma_axis(axes, records)
-    add_letters(figure.axes)
+    add_letters(figure)
     add_legend_below(figure, figure.axes[0], 2, seeds_label(records))
     return figure
 
@@ -267,7 +267,7 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
 @FIGURES.register("5")
 def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Cosines of a position to all fixed ones: without noise, of one sample, and averaged over many."""
-    noisy = _side_by_side(runs, "5")
+    noisy = _side_by_side(runs)
     grid = rows, columns = noisy[0].grid
     # Near a corner, in the middle, and at the lower edge.
     places = [(rows // 5, columns // 5), (rows // 2, columns // 2), (rows - 1, columns * 3 // 4)]
@@ -298,13 +298,13 @@ def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
 @FIGURES.register("6")
 def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """For a masked patch of each image, how similar its prediction is to the features of all patches."""
-    chosen = _side_by_side(runs, "6", noise=False)
+    chosen = _side_by_side(runs, noise=False)
     objectives = [feature_objective(run.objective) for run in chosen]
     for run in chosen[1:]:
         if run.config.data != chosen[0].config.data:
             raise InputError(
-                f"{chosen[0].path} was trained on '{chosen[0].config.data}' and {run.path} on '{run.config.data}': figure 6 "
-                "compares runs on the same images."
+                f"{chosen[0].path} was trained on '{chosen[0].config.data}' and {run.path} on '{run.config.data}': name "
+                "runs on the same images."
             )
     images, pictures = sample_images(chosen[0], N_IMAGES), sample_pictures(chosen[0], N_IMAGES)
     masks, grid = sample_masks(chosen[0], N_IMAGES), chosen[0].grid
@@ -320,18 +320,16 @@ def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure
         draw_image(line[0], picture)
         draw_image(line[1], darkened(picture, part.context[0], grid))
         mark_patch(line[1], patch, grid, picture.shape[1:], ORANGE)
-        maps += [
-            (axes, patch, prediction_map(objective, image, part, patch))
-            for axes, objective in zip(line[2:], objectives, strict=True)
-        ]
+        for axes, objective in zip(line[2:], objectives, strict=True):
+            maps.append((axes, patch, prediction_map(objective, image, part, patch)))
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title)
     _draw_heat(figure, maps, panels)
     return figure
 
 
-def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], beside: Any) -> None:
-    """Draw prediction maps of patches with one scale, multiples of equal similarity, and its colour bar beside axes."""
+def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], panels: Any) -> None:
+    """Draw prediction maps of patches with one scale, multiples of equal similarity, and one colour bar next to the panels."""
     values = torch.stack([heat for _, _, heat in maps])
     values = values[0].numel() * values
     for (axes, patch, _), heat in zip(maps, values, strict=True):
@@ -339,13 +337,13 @@ def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], beside:
         remove_ticks(axes)
         mark_patch(axes, patch, (heat.shape[0], heat.shape[1]), heat.shape, ORANGE)
     label = "similarity to the prediction\n(1: as the average patch)"
-    figure.colorbar(picture, ax=beside, label=label, shrink=0.8, aspect=30)
+    figure.colorbar(picture, ax=panels, label=label, shrink=0.8, aspect=30)
 
 
 @FIGURES.register("covariance")
 def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """The spectrum of Σ, the frequencies of its noise, and the noise over training."""
-    noisy = _side_by_side(runs, "covariance")
+    noisy = _side_by_side(runs)
     figure = Figure(figsize=(WIDE, 2.6 + 0.16 * len(noisy)), layout="constrained")
     spectra, waves, history = figure.subplots(1, 3)
     for run, colour, marker in zip(noisy, SERIES, MARKERS, strict=False):
@@ -372,7 +370,7 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     waves.yaxis.set_minor_formatter(NullFormatter())
     history.set(xlabel="training step", ylabel=r"noise to signal, $\|An\|\,/\,\|\psi\|$")
     history.set_ylim(bottom=0)
-    add_letters((spectra, waves, history))
+    add_letters(figure)
     add_legend_below(figure, spectra, 1)
     return figure
 
@@ -389,7 +387,7 @@ def theory_figure(runs: Sequence[Path] = (), score: str | None = None) -> Figure
     figure.legend(*flat.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     _draw_zero_gradients(gradients)
     _draw_toy_norms(norms)
-    add_letters((flat, peaked, gradients, norms))
+    add_letters(figure)
     return figure
 
 
@@ -398,15 +396,12 @@ def _draw_smoothing(axes: Axes, prior: theory.Prior, reach: float, title: str) -
     network, points = theory.train_predictor(theory.square_wave, prior, steps=2000), noisy[::16]
     smooth = theory.convolution(theory.square_wave, noisy)
     optimum = theory.optimal_predictor(theory.square_wave, prior, noisy)
-    curves: list[tuple[str, Tensor, dict[str, Any]]] = [
-        ("clean, E[Y | X = r]", theory.square_wave(noisy), {"color": GREY, "linewidth": 1}),
-        ("proposition 1: clean ∗ Gaussian", smooth, {"color": ORANGE, "linestyle": "--"}),
-        ("optimum, E[Y | R = r]", optimum, {"color": BLUE, "linewidth": 2.5}),
-    ]
-    for label, values, style in curves:
-        axes.plot(noisy.numpy(), values.numpy(), label=label, **style)
+    clean = theory.square_wave(noisy)
+    axes.plot(noisy, clean, label="clean, E[Y | X = r]", color=GREY, linewidth=1)
+    axes.plot(noisy, smooth, label="proposition 1: clean ∗ Gaussian", color=ORANGE, linestyle="--")
+    axes.plot(noisy, optimum, label="optimum, E[Y | R = r]", color=BLUE, linewidth=2.5)
     dots: dict[str, Any] = {"color": BLACK, "linestyle": "none", "marker": "o", "markersize": 3}
-    axes.plot(points.numpy(), network(points).numpy(), label="trained network", **dots)
+    axes.plot(points, network(points), label="trained network", **dots)
     axes.set(title=title, xlabel="noisy position r = x + z, z of unit variance", ylabel="prediction")
 
 
@@ -416,9 +411,9 @@ def _draw_zero_gradients(axes: Axes) -> None:
     for informative, marker in ((True, "o"), (False, "^")):
         found = [theory.gradients_at_zero(theory.ToyTask(informative=informative), count) for count in counts]
         for name, (colour, dashes, size) in kinds.items():
-            norms = [getattr(one, name).norm().item() for one in found]
+            norms = [one[name].norm().item() for one in found]
             axes.plot(counts, norms, color=colour, linestyle=dashes, marker=marker, markersize=size)
-        axes.plot([], [], color=GREY, marker=marker, linestyle="none", label=_context_label(informative))
+        axes.plot([], [], color=GREY, marker=marker, linestyle="none", label=CONTEXT_LABELS[informative])
     for name, (colour, dashes, _) in kinds.items():
         axes.plot([], [], color=colour, linestyle=dashes, label=name.replace("deterministic", "without noise"))
     axes.set(xscale="log", yscale="log", xlabel="samples in the estimate", ylabel="norm of the gradient at A = 0")
@@ -426,22 +421,15 @@ def _draw_zero_gradients(axes: Axes) -> None:
     axes.legend(loc="lower left", ncols=2, columnspacing=1.0)
 
 
-def _context_label(informative: bool) -> str:
-    return "context matters" if informative else "context irrelevant"
-
-
 def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
-    cases: list[tuple[theory.Tying, bool, str]] = [
-        ("tied", True, BLUE),
-        ("untied", True, VERMILION),
-        ("tied", False, SKY),
-    ]
+    cases: list[tuple[theory.Tying, bool, str]]
+    cases = [("tied", True, BLUE), ("untied", True, VERMILION), ("tied", False, SKY)]
     for tying, informative, colour in cases:
         task = theory.ToyTask(informative=informative)
         histories = [theory.train_toy(task, tying, seed=seed) for seed in range(seeds)]
         steps, norms = list(histories[0]), torch.tensor([list(history.values()) for history in histories])
         mean, std = norms.mean(0).numpy(), norms.std(0).numpy()
-        axes.plot(steps, mean, color=colour, label=f"{tying}, {_context_label(informative)}")
+        axes.plot(steps, mean, color=colour, label=f"{tying}, {CONTEXT_LABELS[informative]}")
         axes.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.25, linewidth=0)
     axes.set(xlabel="training step", ylabel=r"$\|A\|$ of the noise")
     axes.set_ylim(bottom=0)
@@ -451,7 +439,7 @@ def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
 @FIGURES.register("loss")
 def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Loss, learning rate and effective rank of the target features (RankMe) over training."""
-    groups = group_seeds(_records(runs, "loss"))
+    groups = group_seeds(_records(runs))
     figure = Figure(figsize=(WIDE, 2.4 + 0.16 * math.ceil(len(groups) / 4) * (len(groups) > 1)), layout="constrained")
     measured = {"loss": "loss", "lr": "learning rate", "health/rankme": "RankMe (effective rank)"}
     for axes, (name, label) in zip(figure.subplots(1, 3), measured.items(), strict=True):
@@ -462,16 +450,10 @@ def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
                 # Few points are marked: between them nothing was measured.
                 marker = "o" if len(lines) <= FEW_POINTS else None
                 own = group.name if run is group.first else None
-                axes.plot(
-                    [line["step"] for line in lines],
-                    [line[name] for line in lines],
-                    marker=marker,
-                    markersize=3,
-                    label=own,
-                    **style,
-                )
+                steps, values = [line["step"] for line in lines], [line[name] for line in lines]
+                axes.plot(steps, values, marker=marker, markersize=3, label=own, **style)
         axes.set(xlabel="training step", ylabel=label)
-    add_letters(figure.axes)
+    add_letters(figure)
     if len(groups) > 1:
         title = "a line for each seed" if any(len(group.runs) > 1 for group in groups) else None
         add_legend_below(figure, figure.axes[0], 4, title)
@@ -484,21 +466,18 @@ def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
 
     Of a run with fixed positions on the same images, the prediction is shown too.
     """
-    run = _nearest_to_the_paper(runs, "positions")
-    fixed = [one for one in _records(runs, "positions") if noise_of(one.config).form == "none" and _alike(one, run)]
-    shown = [(f"Prediction of {_method(one)}", open_run(one.path)) for one in fixed[:1]] + [("Prediction of StoP", run)]
+    run = _nearest_to_the_paper(runs)
+    fixed = [one for one in _records(runs) if one.noise.form == "none" and _alike(one, run)]
+    shown = [(f"Prediction of {_method(one)}", one) for one in fixed[:1]] + [("Prediction of StoP", run)]
     if not isinstance(run.objective, TargetObjective):
         shown = []
     figure, panels = _square_panels(run, 3 + len(shown))
     patch = _draw_idea(panels[:3], run)
     image, masks = sample_images(run, N_IMAGES)[:2][-1], sample_masks(run, 1)
-    for axes, (title, _) in zip(panels[3:], shown, strict=True):
+    maps = []
+    for axes, (title, one) in zip(panels[3:], shown, strict=True):
         axes.set(title=title, xlabel="for the framed patch: which\npatches it resembles")
-    objectives = [feature_objective(one.objective) for _, one in shown]
-    maps = [
-        (axes, patch, prediction_map(objective, image, masks, patch))
-        for axes, objective in zip(panels[3:], objectives, strict=True)
-    ]
+        maps.append((axes, patch, prediction_map(feature_objective(one.objective), image, masks, patch)))
     if maps:
         _draw_heat(figure, maps, panels[3:])
     return figure
@@ -516,40 +495,39 @@ def _alike(one: RunRecords, other: RunRecords) -> bool:
     return same and one.config.encoder.image_size == other.config.encoder.image_size and one.grid == other.grid
 
 
-def _records(runs: Sequence[Path], figure: str) -> list[RunRecords]:
+def _records(runs: Sequence[Path]) -> list[RunRecords]:
     if not runs:
-        raise InputError(f"Figure {figure} needs runs: name their folders with --runs.")
+        raise InputError("No runs are given: name their directories with --runs.")
     return [read_records(path) for path in runs]
 
 
-def _side_by_side(runs: Sequence[Path], figure: str, noise: bool = True) -> list[AnalysedRun]:
-    """Open one run of every kind, the one with the lowest seed, in order of increasing noise.
+def _side_by_side(runs: Sequence[Path], noise: bool = True) -> list[RunRecords]:
+    """Return one run of every kind, the one with the lowest seed, in order of increasing noise.
 
-    Of too many kinds, those of the paper (tied, and without noise) are preferred, evenly spaced. `noise`: only runs with
-    noise.
+    With too many kinds, the paper's (tied, and without noise) are preferred, evenly spaced. `noise`: only runs with noise.
     """
-    records = _records(runs, figure)
+    records = _records(runs)
     check_same_grid(records)
     kinds = [min(group, key=lambda run: run.config.seed) for group in grouped(records, _label).values()]
     if noise:
-        kinds = _noisy(kinds, figure)
-    kinds.sort(key=lambda run: (noise_of(run.config).form != "none", noise_of(run.config).sigma))
+        kinds = _noisy(kinds)
+    kinds.sort(key=lambda run: (run.noise.form != "none", run.noise.sigma))
     if len(kinds) > MOST_SIDE_BY_SIDE:
-        kinds = [run for run in kinds if noise_of(run.config).form in ("tied", "none")] or kinds
+        kinds = [run for run in kinds if run.noise.form in ("tied", "none")] or kinds
     last, shown = len(kinds) - 1, min(len(kinds), MOST_SIDE_BY_SIDE)
-    return [open_run(kinds[round(place * last / max(1, shown - 1))].path) for place in range(shown)]
+    return [kinds[round(place * last / max(1, shown - 1))] for place in range(shown)]
 
 
-def _noisy(runs: Sequence[RunRecords], figure: str) -> list[RunRecords]:
-    noisy = [run for run in runs if noise_of(run.config).form not in ("none", "jittered")]
+def _noisy(runs: Sequence[RunRecords]) -> list[RunRecords]:
+    noisy = [run for run in runs if run.noise.form not in ("none", "jittered")]
     if not noisy:
-        raise InputError(f"Figure {figure} is about noise: name a run with stochastic positions and a sigma above 0.")
+        raise InputError("No run has noise: name a run with stochastic positions and a sigma above 0.")
     return noisy
 
 
 def _label(run: RunRecords) -> str:
     """Return a run's name in a figure: its noise, and the tokens that have it unless they are the masked ones."""
-    noise, tokens = noise_of(run.config), run.config.positions.apply_to
+    noise, tokens = run.noise, run.config.positions.apply_to
     if noise.form == "none":
         return "learned positions" if run.config.positions.kind == "learned" else "fixed positions"
     if noise.form == "jittered":
@@ -562,5 +540,122 @@ def _form(noise: Noise) -> str:
     return {"tied": "StoP", "identity": "Σ = σI", "none": "fixed positions"}.get(noise.form, noise.form)
 
 
-def _generator(run: AnalysedRun) -> torch.Generator:
+def _generator(run: RunRecords) -> torch.Generator:
     return seeded_generator("cpu", run.config.seed, "figure")
+
+
+def save_figure(figure: Figure, path: Path) -> list[Path]:
+    """Write a figure as PATH.pdf and PATH.png, the same bytes for the same figure; return the two files."""
+    files = []
+    for kind, undated in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):
+        files.append(path.with_name(f"{path.name}.{kind}"))
+        write_atomically(files[-1], partial(figure.savefig, format=kind, dpi=PNG_DPI, metadata=undated))
+    return files
+
+
+def darkened(
+    image: UInt8[Tensor, "3 height width"], context: Int[Tensor, " n"], grid: Grid, dim: float = 0.0
+) -> UInt8[Tensor, "3 height width"]:
+    """Return the image with patches outside of the context multiplied by `dim`."""
+    light = torch.full((math.prod(grid),), dim).index_fill(0, context, 1.0).unflatten(0, grid)
+    height, width = image.shape[1] // grid[0], image.shape[2] // grid[1]
+    return (image * light.repeat_interleave(height, 0).repeat_interleave(width, 1)).to(torch.uint8)
+
+
+def draw_image(axes: Axes, image: UInt8[Tensor, "3 height width"]) -> None:
+    """Show an image without ticks."""
+    axes.imshow(image.permute(1, 2, 0).numpy())
+    remove_ticks(axes)
+
+
+def remove_ticks(axes: Axes) -> None:
+    """Remove ticks and frame around a picture."""
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+
+
+def mark_patch(axes: Axes, patch: int, grid: Grid, size: Sequence[int], colour: str) -> None:
+    """Outline a patch of a picture of that (height, width)."""
+    height, width = size[0] / grid[0], size[1] / grid[1]
+    corner = (patch % grid[1] * width - 0.5, patch // grid[1] * height - 0.5)
+    for edge, thickness in ((BLACK, 2.2), (colour, 1.2)):
+        outline = Rectangle(corner, width, height, fill=False, edgecolor=edge, linewidth=thickness, clip_on=False)
+        axes.add_patch(outline)
+
+
+def add_letters(figure: Figure) -> None:
+    """Name the panels a, b, c, …."""
+    for axes, letter in zip(figure.axes, "abcd", strict=False):
+        axes.set_title(letter, loc="left", fontweight="bold")
+
+
+def draw_against_sigma(
+    axes: Axes,
+    spreads: dict[str, dict[float, Spread]],
+    bands: bool = True,
+    places: dict[str, dict[float, Spread]] | None = None,
+) -> None:
+    """Draw a line for every form of noise, ± standard deviation as bands or bars, and a level for runs without noise.
+
+    Each value is drawn at its sigma, or at the mean of its place.
+    """
+    level = spreads.get("none", {}).get(0.0)
+    if level is not None:
+        axes.axhline(level.mean, color=GREY, linestyle="--", label="fixed positions (σ = 0)")
+        if level.std is not None:
+            axes.axhspan(level.mean - level.std, level.mean + level.std, color=GREY, alpha=0.2, linewidth=0)
+    known = {"tied": "learned, Σ = σAAᵀ (StoP)", "identity": "fixed, Σ = σI"}
+    forms = dict.fromkeys(form for form in (*known, *sorted(spreads)) if form in spreads and form != "none")
+    for number, (form, colour, marker) in enumerate(zip(forms, SERIES, MARKERS, strict=False)):
+        # Error bars are shifted, so that they do not hide each other.
+        shift = 1 if bands or places else 1.06**number
+        sigmas = [(places[form][sigma].mean if places else sigma) * shift for sigma in spreads[form]]
+        means = [value.mean for value in spreads[form].values()]
+        stds = [value.std or 0.0 for value in spreads[form].values()]
+        if bands:
+            axes.plot(sigmas, means, color=colour, marker=marker, label=known.get(form, form))
+            low, high = ([mean + sign * std for mean, std in zip(means, stds, strict=True)] for sign in (-1, 1))
+            axes.fill_between(sigmas, low, high, color=colour, alpha=0.2, linewidth=0)
+        else:
+            axes.errorbar(sigmas, means, yerr=stds, color=colour, marker=marker, capsize=3, label=known.get(form, form))
+
+
+def add_legend_below(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
+    """Add one legend below the whole figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, title=title, title_fontsize=8, loc="outside lower center", ncols=columns)
+
+
+def set_sigma_axis(axes: Axes, runs: Sequence[RunRecords]) -> None:
+    """Set a logarithmic axis with a tick for every sigma of the runs, labelled where there is room."""
+    sigmas = sorted({run.noise.sigma for run in runs} - {0.0})
+    meaning = "variance" if runs[0].config.positions.convention == "paper" else "standard deviation"
+    axes.set_xscale("log")
+    axes.set_xlabel(f"σ ({meaning} of n)")
+    named = sigmas[:1]
+    for sigma in sigmas[1:]:
+        if math.log(sigma / named[-1]) >= LABEL_WIDTH * math.log(sigmas[-1] / sigmas[0]):
+            named.append(sigma)
+    axes.set_xticks(sigmas, [f"{sigma:g}" if sigma in named else "" for sigma in sigmas])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def score_label(score: ScoreKey) -> str:
+    """Return the label of a score on an axis: its name, and its data without path and options."""
+    kind, _, rest = score.data.partition(":")
+    path = Path(rest or kind)
+    # Files such as train.parquet are named after their split: the folder names the dataset.
+    folder = path.parent.name or path.stem
+    data = kind if kind == "scenes" else folder if path.suffix == ".parquet" else path.name
+    what = "score" if score.rank is None else "top-1 accuracy (%)"
+    words = ", ".join(filter(None, [score.name.removesuffix("/top1").replace("/", ", "), data]))
+    return "\n".join([what, *textwrap.wrap(words, LABEL_CHARACTERS)])
+
+
+def seeds_label(runs: Sequence[RunRecords]) -> str:
+    """Return how many seeds a figure shows."""
+    counts = {len(group) for group in grouped(runs, lambda run: run.noise).values()}
+    if counts == {1}:
+        return "one seed each"
+    return f"mean ± s.d., {'–'.join(map(str, sorted({min(counts), max(counts)})))} seeds"

@@ -47,7 +47,7 @@ def noise_spectrum(positions: Positions) -> NoiseSpectrum:
     """Return the spectrum of Σ; positions without Σ are an InputError."""
     if not isinstance(positions, StochasticPositions) or not has_covariance(positions):
         raise InputError("These positions have no covariance of noise: name a run with stochastic positions.")
-    # In double precision, so that small eigenvalues are not lost beside large ones.
+    # In double precision, so that small eigenvalues are not lost next to large ones.
     A = positions.covariance.factor().double()
     covariance = positions.noise_std.double().square() * A @ A.T
     eigenvalues = torch.linalg.eigvalsh(covariance).flip(0).clamp(min=0)

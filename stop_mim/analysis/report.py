@@ -6,21 +6,20 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.markup import escape
 
 import stop_mim
-from stop_mim.analysis.report_data import Looks, Pictures, Plain, charts, choose_pictures, look_at, picture_url
+from stop_mim.analysis.report_data import ModelData, Pictures, Plain, charts, choose_pictures, model_data, picture_url
 from stop_mim.analysis.runs import (
     INCIDENTAL,
+    ONLINE,
     RunGroup,
     RunRecords,
     check_same_grid,
     group_seeds,
-    open_run,
     read_records,
     run_folders,
 )
@@ -39,6 +38,7 @@ HERE = Path(__file__).parent
 PAGES = Environment(
     loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
+PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
 NOTHING = "–"
 MOST_CARDS = 4
 # The state of a group is the first of these that one of its runs has.
@@ -72,7 +72,7 @@ def write_report(
         runs: run directories, whose grids of patches must be the same, or directories of sweeps. Runs that differ in their
             seed alone are averaged.
         images: at most 16 images for predictions and features; None: images of the first run's data.
-        console: told where the page is.
+        console: prints the path of the page.
     """
     out = Path(out)
     require_writable(f"The report {out}", out)
@@ -92,44 +92,45 @@ def write_report(
 
 def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
     """Return the page as HTML."""
-    looks = [_look(group.first, pictures, len(groups)) for group in groups]
-    drawn = charts(groups, looks)
+    models = [_model_data(group.first, pictures, len(groups)) for group in groups]
+    drawn = charts(groups, models)
     data = {
         "runs": [group.name for group in groups],
         "grid": list(groups[0].first.grid),
         "charts": drawn,
-        "positions": [look.positions for look in looks],
-        "predictions": [look.predictions for look in looks],
-        "features": [look.features for look in looks],
-        "pictures": [picture_url(image) for image in pictures.pixels if any(look.features for look in looks)],
+        "positions": [model.positions for model in models],
+        "predictions": [model.predictions for model in models],
+        "features": [model.features for model in models],
+        "pictures": [picture_url(image) for image in pictures.pixels if any(model.features for model in models)],
     }
     single = len(groups) == len(groups[0].runs) == 1
     return PAGES.get_template("report.html").render(
-        groups=[_described(group, look) for group, look in zip(groups, looks, strict=True)],
+        groups=[_described(group, model) for group, model in zip(groups, models, strict=True)],
         several_seeds=any(len(group.runs) > 1 for group in groups),
         cards=cards(groups[0]) if single else [],
         scores=run_scores(groups[0]) if single else list(compared_scores(groups)),
         details=[details_table(run.results) for group in groups for run in group.runs if run.results] if single else [],
-        summary=summary_table(groups, looks),
+        summary=summary_table(groups, models),
         differences=differences_table(groups),
         settings=settings_table(groups),
         pictures=pictures,
         sections={chart["section"] for chart in drawn}
-        | {section for section in MODEL_SECTIONS if any(getattr(look, section, None) for look in looks)},
+        | {section for section in MODEL_SECTIONS if any(getattr(model, section, None) for model in models)},
         objectives=len({group.first.config.objective.kind for group in groups}),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         version=stop_mim.__version__,
         style=(HERE / "report.css").read_text(),
         script=(HERE / "report.js").read_text(),
-        data=embedded_json(data),
+        data=data,
     )
 
 
-def _described(group: RunGroup, look: Looks) -> Plain:
+def _described(group: RunGroup, model: ModelData) -> Plain:
     """Return what the page says about a group in words."""
     several = len(group.runs) > 1
     states = {status_text(run): run.status.state for run in group.runs}
-    seeds = f"{len(group.runs)} seeds ({group.seeds}): " if several else ""
+    numbers = ", ".join(str(run.config.seed) for run in group.runs)
+    seeds = f"{len(group.runs)} seeds ({numbers}): " if several else ""
     return {
         "name": group.name,
         "state": min(states.values(), key=STATES.index),
@@ -139,7 +140,7 @@ def _described(group: RunGroup, look: Looks) -> Plain:
             for run in group.runs
             for text in health_warnings(run)
         ],
-        "notes": look.notes,
+        "notes": model.notes,
         "records": [
             {
                 "name": f"{group.name}, seed {run.config.seed}" if several else group.name,
@@ -151,11 +152,12 @@ def _described(group: RunGroup, look: Looks) -> Plain:
     }
 
 
-def _look(run: RunRecords, pictures: Pictures, n_runs: int) -> Looks:
+def _model_data(run: RunRecords, pictures: Pictures, n_runs: int) -> ModelData:
     try:
-        return look_at(open_run(run.path), pictures, n_runs)
+        # Read again, so that the models of many runs are not all kept in memory.
+        return model_data(read_records(run.path), pictures, n_runs)
     except InputError as error:
-        return Looks(notes=dict.fromkeys(MODEL_SECTIONS, str(error)))
+        return ModelData(notes=dict.fromkeys(MODEL_SECTIONS, str(error)))
 
 
 def _sessions(run: RunRecords) -> list[Plain]:
@@ -164,12 +166,6 @@ def _sessions(run: RunRecords) -> list[Plain]:
         return RunFolder(run.path).sessions()
     except InputError:
         return []
-
-
-def embedded_json(value: Any) -> str:
-    """Return JSON that is safe inside a script element."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def status_text(run: RunRecords) -> str:
@@ -184,12 +180,10 @@ def status_text(run: RunRecords) -> str:
 def health_warnings(run: RunRecords) -> Iterator[str]:
     """Yield the warnings of the health signs in a run's metrics, as they were given while it trained."""
     first, known = None, set[str]()
+    names = [field.name for field in fields(HealthSigns)]
     for line in run.metrics:
         try:
-            names = [f"health/{field.name}" for field in fields(HealthSigns)]
-            signs = from_plain(
-                HealthSigns, {name.removeprefix("health/"): line[name] for name in names if name in line}
-            )
+            signs = from_plain(HealthSigns, {name: line[key] for name in names if (key := f"health/{name}") in line})
         except InputError:
             continue
         first = first or signs
@@ -198,32 +192,23 @@ def health_warnings(run: RunRecords) -> Iterator[str]:
         known = set(symptoms)
 
 
-def newest(run: RunRecords) -> dict[str, float]:
-    """Return the newest value of every measurement of a run."""
-    found: dict[str, float] = {}
-    for line in run.metrics:
-        found |= {name: value for name, value in line.items() if isinstance(value, int | float)}
-    return found
-
-
 def over_seeds(values: Sequence[float], digits: str = ".4g") -> str:
     """Return a value, or the mean of several with their standard deviation."""
     found = spread(values)
     return f"{found.mean:{digits}}" + (f" ± {found.std:{digits.replace('4', '2')}}" if found.std else "")
 
 
-def summary_table(groups: Sequence[RunGroup], looks: Sequence[Looks]) -> Table:
+def summary_table(groups: Sequence[RunGroup], models: Sequence[ModelData]) -> Table:
     """Return the newest value of the main measurements, and the noise at the newest checkpoint."""
     columns = []
-    for group, look in zip(groups, looks, strict=True):
+    for group, model in zip(groups, models, strict=True):
         steps = {f"{run.last_step:,}" if run.metrics else NOTHING for run in group.runs}
-        found = [newest(run) for run in group.runs]
         column = {"Step": ", ".join(sorted(steps))}
         for key, title in NEWEST.items():
-            if values := [one[key] for one in found if key in one]:
+            if values := [run.last_values[key] for run in group.runs if key in run.last_values]:
                 column[title] = over_seeds(values)
-        if look.spectrum:
-            column |= {"Effective rank of Σ": look.spectrum["effective_rank"], "Trace of Σ": look.spectrum["trace"]}
+        if model.spectrum:
+            column |= {"Effective rank of Σ": model.spectrum["effective_rank"], "Trace of Σ": model.spectrum["trace"]}
         columns.append(column)
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, NOTHING) for column in columns)] for name in names]
@@ -251,15 +236,12 @@ def settings_table(groups: Sequence[RunGroup]) -> Table:
     ]
     rows = []
     for name in dict.fromkeys(name for column in columns for name in column):
-        values = list(dict.fromkeys(column.get(name, NOTHING) for column in columns))
-        if len(values) == 1 or name not in MAIN_FIELDS:
-            rows.append([name, values[0] if len(values) == 1 else _joined(name, values)])
+        first, *others = dict.fromkeys(column.get(name, NOTHING) for column in columns)
+        if name == "seed":
+            rows.append([name, ", ".join(sorted([first, *others], key=int))])
+        elif not others or name not in MAIN_FIELDS:
+            rows.append([name, f"{first} ({len(others)} more)" if others else first])
     return Table("Settings" if len(runs) == 1 else "Settings of all runs", ["", ""], rows)
-
-
-def _joined(name: str, values: Sequence[str]) -> str:
-    """Return different values of a setting: all seeds, else the first value and how many there are."""
-    return ", ".join(sorted(values, key=int)) if name == "seed" else f"{values[0]} ({len(values) - 1} more)"
 
 
 def _where(sessions: Sequence[Plain]) -> dict[str, str]:
@@ -284,10 +266,8 @@ def cards(group: RunGroup) -> list[dict[str, str]]:
         remark = " · ".join(f"{what} {text}" for what, text in known.items() if text != NOTHING)
         found.append({"title": name, "number": number, "remark": remark or row[-3]})
     if not found:
-        last = newest(group.first)
-        online = {
-            NEWEST[key].removesuffix(", %"): last[key] for key in last if key.startswith("probe/") and key in NEWEST
-        }
+        last = group.first.last_values
+        online = {NEWEST[key].removesuffix(", %"): last[key] for key in ONLINE if key in last}
         found = [{"title": name, "number": f"{value:.1f}", "remark": "top-1 in %"} for name, value in online.items()]
     return found
 
@@ -296,7 +276,7 @@ def run_scores(group: RunGroup) -> list[Table]:
     """Return the main scores of a run, of its checkpoints and of its initial weights, a table for each dataset."""
     run, by_data = group.first, dict[str, list[Evaluation]]()
     for one in run.results:
-        # The same encoder may have been named in several ways; scores of a checkpoint are not those of the run.
+        # The same encoder may have been named in several ways; scores of a checkpoint are not the run's scores.
         name = group.name if one in run.evaluations else f"{group.name}, {Path(one.encoder).stem}"
         name = f"{UNTRAINED}{group.name}" if one.is_baseline else name
         by_data.setdefault(one.data, []).append(replace(one, encoder=name))

@@ -23,7 +23,7 @@ from stop_mim.analysis.predictions import (
     sample_images,
     sample_masks,
 )
-from stop_mim.analysis.runs import AnalysedRun, RunGroup, RunRecords
+from stop_mim.analysis.runs import RunGroup, RunRecords
 from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.errors import InputError
 from stop_mim.models.objective import TargetObjective
@@ -41,50 +41,41 @@ NEGLIGIBLE_VARIANCE = 1e-9
 Plain = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A key of metrics.jsonl: the section and title of its chart, and what it means."""
-
-    section: str
-    key: str
-    title: str
-    meaning: str = ""
-
-
+# Section of the chart, key in metrics.jsonl, title and meaning.
 MEASUREMENTS = (
-    Measurement("loss", "loss", "Loss", "mean since the previous line"),
-    Measurement("loss", "lr", "Learning rate"),
-    Measurement("loss", "weight_decay", "Weight decay"),
-    Measurement("loss", "ema_momentum", "Momentum of the target encoder"),
-    Measurement("loss", "sigma", "Sigma"),
-    Measurement("loss", "gradient_norm", "Gradient norm"),
-    Measurement("loss", "images_per_second", "Images per second"),
-    Measurement("health", "health/rankme", "RankMe", "effective rank of the features; low means collapse"),
-    Measurement("health", "health/feature_std", "Spread of the features", "standard deviation; 0 means collapse"),
-    Measurement("health", "health/A_norm", "|A|", "Frobenius norm of the projection from encoder to predictor"),
-    Measurement("health", "health/mask_token_norm", "|m̃|", "norm of the mask token"),
-    Measurement("health", "health/noise_to_signal", "Noise to signal", "‖A n‖ over ‖ψ‖"),
-    Measurement("health", "health/ema_distance", "Distance to the target encoder", "relative to the encoder's weights"),
-    Measurement("scores", "probe/linear_top1", "Online linear probe", "top-1 accuracy in %"),
-    Measurement("scores", "probe/knn_top1", "Online kNN probe", "top-1 accuracy in %"),
+    ("loss", "loss", "Loss", "mean since the previous line"),
+    ("loss", "lr", "Learning rate", ""),
+    ("loss", "weight_decay", "Weight decay", ""),
+    ("loss", "ema_momentum", "Momentum of the target encoder", ""),
+    ("loss", "sigma", "Sigma", ""),
+    ("loss", "gradient_norm", "Gradient norm", ""),
+    ("loss", "images_per_second", "Images per second", ""),
+    ("health", "health/rankme", "RankMe", "effective rank of the features; low means collapse"),
+    ("health", "health/feature_std", "Spread of the features", "standard deviation; 0 means collapse"),
+    ("health", "health/A_norm", "|A|", "Frobenius norm of the projection from encoder to predictor"),
+    ("health", "health/mask_token_norm", "|m̃|", "norm of the mask token"),
+    ("health", "health/noise_to_signal", "Noise to signal", "‖A n‖ over ‖ψ‖"),
+    ("health", "health/ema_distance", "Distance to the target encoder", "relative to the encoder's weights"),
+    ("scores", "probe/linear_top1", "Online linear probe", "top-1 accuracy in %"),
+    ("scores", "probe/knn_top1", "Online kNN probe", "top-1 accuracy in %"),
 )
 
 
-def charts(groups: Sequence[RunGroup], looks: Sequence["Looks"]) -> list[Plain]:
+def charts(groups: Sequence[RunGroup], models: Sequence["ModelData"]) -> list[Plain]:
     """Return the charts of the report: every measurement over steps, averaged over seeds, and the spectra of the noise."""
     most = min(MOST_CURVE_POINTS, max(LEAST_CURVE_POINTS, CURVE_POINTS // len(groups)))
     found = []
-    for one in MEASUREMENTS:
+    for section, key, title, meaning in MEASUREMENTS:
         series = [
             {"run": number, **points}
             for number, group in enumerate(groups)
-            if (points := curve([run.metrics for run in group.runs], one.key, most)) is not None
+            if (points := curve([run.metrics for run in group.runs], key, most)) is not None
         ]
         values = [value for line in series for value in line["y"]]
         # What never changes, such as the noise of fixed positions, needs no chart.
         if len(values) <= len(series) or len({*values}) > 1:
-            found.append(_chart(one.section, one.title, one.meaning, "step", series))
-    spectra = [(number, look.spectrum) for number, look in enumerate(looks) if look.spectrum is not None]
+            found.append(_chart(section, title, meaning, "step", series))
+    spectra = [(number, model.spectrum) for number, model in enumerate(models) if model.spectrum is not None]
     eigenvalues = [{"run": number, **one["eigenvalues"]} for number, one in spectra]
     waves = [{"run": number, **one["waves"]} for number, one in spectra if "waves" in one]
     found += [
@@ -152,7 +143,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Looks:
+class ModelData:
     """What the report shows of a run's model; notes say what is missing, by section."""
 
     spectrum: Plain | None = None
@@ -162,7 +153,7 @@ class Looks:
     notes: dict[str, str] = field(default_factory=dict)
 
 
-def look_at(run: AnalysedRun, pictures: Pictures, n_runs: int) -> Looks:
+def model_data(run: RunRecords, pictures: Pictures, n_runs: int) -> ModelData:
     """Return all that can be shown of a run's model."""
     positions, notes = run.objective.positions, {}
     spectrum = _spectrum(positions)
@@ -172,13 +163,13 @@ def look_at(run: AnalysedRun, pictures: Pictures, n_runs: int) -> Looks:
         notes["positions"] = "The positions have no noise: there are no maps with noise."
     maps = position_maps(positions, POSITION_BYTES // n_runs)
     if not pictures.pixels:
-        return Looks(spectrum, maps, notes=notes | dict.fromkeys(("predictions", "features"), pictures.missing))
+        return ModelData(spectrum, maps, notes=notes | dict.fromkeys(("predictions", "features"), pictures.missing))
     images = torch.stack([fitted(image, run.objective.encoder.image_size) for image in pictures.pixels])
     colours = pca_maps(patch_features(run.objective.frozen, images), run.grid)
     predictions = _predictions(run, images, PREDICTION_BYTES // n_runs)
     if predictions is None:
         notes["predictions"] = "The objective predicts pixels, not features: there are no prediction maps."
-    return Looks(spectrum, maps, predictions, [packed(one, 0.0, 1.0) for one in colours], notes)
+    return ModelData(spectrum, maps, predictions, [packed(one, 0.0, 1.0) for one in colours], notes)
 
 
 def _spectrum(positions: Positions) -> Plain | None:
@@ -212,7 +203,7 @@ def position_maps(positions: Positions, budget: int) -> Plain:
 
 
 def spread_out(grid: tuple[int, int], most: int) -> list[int]:
-    """Return all patches of a grid or, if they are more than `most`, those of every second or third row and column."""
+    """Return all patches of a grid or, if there are more than `most`, of every second or third row and column."""
     rows, columns = grid
     step = 1
     while math.ceil(rows / step) * math.ceil(columns / step) > most and step < max(grid):
@@ -220,7 +211,7 @@ def spread_out(grid: tuple[int, int], most: int) -> list[int]:
     return [row * columns + column for row in range(0, rows, step) for column in range(0, columns, step)]
 
 
-def _predictions(run: AnalysedRun, images: UInt8[Tensor, "n 3 height width"], budget: int) -> Plain | None:
+def _predictions(run: RunRecords, images: UInt8[Tensor, "n 3 height width"], budget: int) -> Plain | None:
     """Return every image's masks and the prediction maps of its masked patches."""
     if not isinstance(run.objective, TargetObjective):
         return None

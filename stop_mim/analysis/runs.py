@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -60,9 +61,7 @@ class ScoreKey:
 
 def score_key(evaluation: Evaluation, score: Score) -> ScoreKey:
     """Return the key of a score of an evaluation."""
-    rank = (
-        PREFERRED_TASKS.index(evaluation.task) + 1 if evaluation.task in PREFERRED_TASKS else len(PREFERRED_TASKS) + 1
-    )
+    rank = [*PREFERRED_TASKS, evaluation.task].index(evaluation.task) + 1
     if rank == 1 and score.variant.get("amount") == PAPERS_AMOUNT:
         rank = 0
     default = score.metric == "top1" and score.headline
@@ -71,8 +70,16 @@ def score_key(evaluation: Evaluation, score: Score) -> ScoreKey:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """The noise of a run's positions: the form of its covariance and sigma; "none" and 0 without noise."""
+
+    form: str
+    sigma: float
+
+
+@dataclass(frozen=True)
 class RunRecords:
-    """What a run directory holds besides weights."""
+    """The contents of a run directory; the model is loaded when it is used."""
 
     path: Path
     config: TrainConfig
@@ -101,30 +108,69 @@ class RunRecords:
         counted = None if last is None else round(last["step"] / last["epoch"] * self.config.optim.epochs)
         return max(0, self.status.total_steps or counted or 0) or None
 
+    @property
+    def noise(self) -> Noise:
+        """The noise that the config asks for."""
+        positions = self.config.positions
+        if positions.kind == "jittered":
+            return Noise("jittered", positions.jitter_scale)
+        silent = positions.kind != "stochastic" or positions.sigma == 0 or positions.apply_to == "none"
+        return Noise("none", 0.0) if silent else Noise(positions.covariance, positions.sigma)
+
+    @cached_property
+    def last_values(self) -> dict[str, float]:
+        """The newest value of every measurement."""
+        found: dict[str, float] = {}
+        for line in self.metrics:
+            found |= {name: value for name, value in line.items() if isinstance(value, int | float)}
+        return found
+
     def newest(self, name: str) -> float:
-        """Return the newest value of a measurement."""
-        values = [line[name] for line in self.metrics if name in line]
-        if not values:
+        """Return the newest value of a measurement; InputError if there is none."""
+        if name not in self.last_values:
             raise InputError(
                 f"The run {self.path} has no '{name}' in its metrics.jsonl: train it further or leave it out."
             )
-        return values[-1]
+        return self.last_values[name]
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The model of the newest checkpoint, in evaluation mode, on the CPU; InputError if there is no checkpoint."""
+        newest = RunFolder(self.path).newest_checkpoint()
+        if newest is None:
+            raise InputError(
+                f"The run {self.path} has no checkpoint: train it until it has saved one, or leave it out."
+            )
+        checkpoint = read_checkpoint(newest)
+        # Schedules of sigma depend on the number of steps of the whole run.
+        objective = build_objective(self.config, max(1, self.total_steps or 1)).eval()
+        tensors = {
+            name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")
+        }
+        try:
+            objective.load_state_dict(tensors, strict=True)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"The checkpoint {newest} does not fit its run's config ({reason}): restore it."
+            ) from error
+        objective.positions.set_step(max(0, checkpoint.step - 1))
+        return objective
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of the run's encoder: not those of checkpoints, of RUN#encoder, and of its initial weights."""
+        """The evaluations of the run's encoder, without checkpoints, RUN#encoder and initial weights."""
         names = [(Path(one.encoder), one) for one in self.results if not one.is_baseline]
         return [one for path, one in names if path.parent.name != "checkpoints" and not path.name.endswith("#encoder")]
 
     def scores(self) -> dict[ScoreKey, float]:
         """Return the scores of the run's encoder and the newest ones of the online probe."""
         found = {score_key(one, score): score.value for one in self.evaluations for score in one.scores}
-        online = [name for name in ONLINE if any(name in line for line in self.metrics)]
-        return found | {ScoreKey(name): self.newest(name) for name in online}
+        return found | {ScoreKey(name): self.last_values[name] for name in ONLINE if name in self.last_values}
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Return run directories; that of a sweep stands for its finished runs, or for all as long as none is finished."""
+    """Return run directories; a sweep directory is replaced by its finished runs, or by all runs if none is finished."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not (plan := path / PLAN_FILE).exists():
@@ -156,18 +202,13 @@ class RunGroup:
         """The run whose model is shown."""
         return self.runs[0]
 
-    @property
-    def seeds(self) -> str:
-        """The seeds, such as 0, 1, 2."""
-        return ", ".join(str(run.config.seed) for run in self.runs)
-
 
 def group_seeds(runs: Sequence[RunRecords]) -> list[RunGroup]:
     """Group runs that differ in their seed alone; names are paths without the part that all have in common."""
     groups: dict[tuple[TrainConfig, int], list[RunRecords]] = {}
     seen: dict[TrainConfig, int] = {}
     for run in runs:
-        # A second run of the same seed is no other sample: it has a group of its own.
+        # A second run of the same seed is not another sample: it gets a separate group.
         whole = dataclasses.replace(run.config, out="", stop_after_steps=None)
         seen[whole] = seen.get(whole, -1) + 1
         groups.setdefault((dataclasses.replace(whole, seed=0), seen[whole]), []).append(run)
@@ -182,20 +223,11 @@ def _group_names(groups: Sequence[Sequence[RunRecords]]) -> list[str]:
     names = []
     for group in paths:
         own = [os.path.relpath(path, shared) for path in group]
-        # Of stop-0 and stop-1, or of stop/seed-0 and stop/seed-1, it is stop.
+        # stop-0 and stop-1, or stop/seed-0 and stop/seed-1, become stop.
         same = os.path.commonprefix(own)  # noqa: RUF071
         name = own[0] if len(own) == 1 else re.sub(r"\W*(seed)?\W*\d*$", "", same)
         names.append(name or (Path(shared).name if len(groups) == 1 else own[0]))
     return names
-
-
-@dataclass(frozen=True)
-class AnalysedRun(RunRecords):
-    """A run with the model of its newest checkpoint, in evaluation mode, on the CPU."""
-
-    objective: Objective = dataclasses.field(kw_only=True)
-    step: int = dataclasses.field(kw_only=True)
-    """The step of the checkpoint."""
 
 
 def read_records(path: str | Path) -> RunRecords:
@@ -205,26 +237,6 @@ def read_records(path: str | Path) -> RunRecords:
     with suppress(InputError):
         status = from_plain(Status, folder.status() or {})
     return RunRecords(folder.path, folder.config(), read_metrics(folder.path), results, status)
-
-
-def open_run(path: str | Path) -> AnalysedRun:
-    """Read a run directory and the model of its newest checkpoint; one without checkpoints is an InputError."""
-    records = read_records(path)
-    newest = RunFolder(records.path).newest_checkpoint()
-    if newest is None:
-        raise InputError(f"The run {path} has no checkpoint: train it until it has saved one, or leave it out.")
-    checkpoint = read_checkpoint(newest)
-    # Schedules of sigma depend on the number of steps of the whole run.
-    objective = build_objective(records.config, max(1, records.total_steps or 1)).eval()
-    weights = {name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")}
-    try:
-        objective.load_state_dict(weights, strict=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"The checkpoint {newest} does not fit its run's config ({reason}): restore it.") from error
-    objective.positions.set_step(max(0, checkpoint.step - 1))
-    fields = {field.name: getattr(records, field.name) for field in dataclasses.fields(records)}
-    return AnalysedRun(**fields, objective=objective, step=checkpoint.step)
 
 
 def check_same_grid(runs: Sequence[RunRecords]) -> None:
@@ -238,23 +250,6 @@ def check_same_grid(runs: Sequence[RunRecords]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Noise:
-    """The noise of a run's positions: the form of its covariance and sigma; "none" and 0 without noise."""
-
-    form: str
-    sigma: float
-
-
-def noise_of(config: TrainConfig) -> Noise:
-    """Return the noise that a config asks for."""
-    positions = config.positions
-    if positions.kind == "jittered":
-        return Noise("jittered", positions.jitter_scale)
-    silent = positions.kind != "stochastic" or positions.sigma == 0 or positions.apply_to == "none"
-    return Noise("none", 0.0) if silent else Noise(positions.covariance, positions.sigma)
-
-
 def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = None) -> None:
     """Raise InputError for runs that differ in more than noise and seed, are at different steps, or are given twice.
 
@@ -264,16 +259,16 @@ def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = N
     """
     check_same_grid(runs)
     # Two runs with noise must agree in more fields than a run without noise can.
-    first = next((run for run in runs if noise_of(run.config).form != "none"), runs[0])
+    first = next((run for run in runs if run.noise.form != "none"), runs[0])
     seen: dict[tuple[Noise, int], RunRecords] = {}
     for run in runs:
-        noise, positions = noise_of(run.config), run.config.positions
+        noise, positions = run.noise, run.config.positions
         if positions.kind in ("learned", "jittered") or noise.form not in ("none", *(forms or [noise.form])):
             raise InputError(
                 f"The run {run.path} has {positions.kind} positions with the covariance '{positions.covariance}', which this "
                 "figure does not compare: leave it out."
             )
-        if fields := _differences(first.config, run.config):
+        if fields := _differences(first, run):
             raise InputError(
                 f"{first.path} and {run.path} differ in {fields[0]}: compare runs that differ in noise and seed alone."
             )
@@ -287,11 +282,12 @@ def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = N
             raise InputError(f"{same.path} and {run.path} are the same run with the same seed: give it once.")
 
 
-def _differences(one: TrainConfig, other: TrainConfig) -> list[str]:
+def _differences(one: RunRecords, other: RunRecords) -> list[str]:
     """Return the fields in which two configs differ, except those about noise and those that change nothing."""
-    silent = "none" in (noise_of(one).form, noise_of(other).form)
+    silent = "none" in (one.noise.form, other.noise.form)
     free = INCIDENTAL | NOISE | (NOISE_DETAILS if silent else set())
-    return [name for name in changes(one, other) if name not in free and not name.startswith(WITHOUT_EFFECT)]
+    fields = changes(one.config, other.config)
+    return [name for name in fields if name not in free and not name.startswith(WITHOUT_EFFECT)]
 
 
 def common_score(runs: Sequence[RunRecords], name: str | None = None) -> ScoreKey:
@@ -327,7 +323,7 @@ def spreads_by_sigma(
     runs: Sequence[RunRecords], measure: Callable[[RunRecords], float]
 ) -> dict[str, dict[float, Spread]]:
     """Return a measurement's spread over seeds, by the form of the noise and then by sigma, in increasing order."""
-    groups = grouped(runs, lambda run: noise_of(run.config))
+    groups = grouped(runs, lambda run: run.noise)
     found: dict[str, dict[float, Spread]] = {}
     for noise in sorted(groups, key=lambda noise: noise.sigma):
         found.setdefault(noise.form, {})[noise.sigma] = spread([measure(run) for run in groups[noise]])

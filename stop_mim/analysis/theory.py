@@ -5,7 +5,7 @@ prior. Tied, the gradient at A = 0 is exactly that of the model without noise; u
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -75,17 +75,14 @@ def train_predictor(clean: Clean, prior: Prior, steps: int = 1000) -> Clean:
     generator, batch_size, answer_std = seeded_generator("cpu", 0, "smoothing"), 512, 0.2
     with _seeded_weights(0):
         network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-    optimiser = torch.optim.Adam(network.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    for _ in range(steps):
+
+    def loss_of(step: int) -> Tensor:
         x = prior.sample(batch_size, generator)
         noisy = x + torch.randn(batch_size, generator=generator, dtype=torch.float64)
         answers = clean(x) + answer_std * torch.randn(batch_size, generator=generator, dtype=torch.float64)
-        loss = (network(noisy.float()[:, None])[:, 0] - answers.float()).square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        schedule.step()
+        return (network(noisy.float()[:, None])[:, 0] - answers.float()).square().mean()
+
+    _minimise(loss_of, network.parameters(), 0.01, steps)
     return lambda noisy: network(noisy.float()[:, None])[:, 0].detach().double()
 
 
@@ -162,20 +159,12 @@ class ToyPredictor(nn.Module):
         return (predicted - batch.answer).square().sum(1).mean()
 
 
-@dataclass(frozen=True)
-class ZeroGradients:
-    """Gradients of the expected loss at A = 0, estimated from samples."""
+def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: bool = False) -> dict[str, Tensor]:
+    """Estimate the gradients of the expected loss at A = 0, of one predictor on the same examples.
 
-    tied: Float[Tensor, "dim encoder_dim"]
-    """d/dA where A projects the context and the noise."""
-    untied: Float[Tensor, "dim encoder_dim"]
-    """d/dA where A projects the noise, and another, non-zero matrix the context."""
-    deterministic: Float[Tensor, "dim encoder_dim"]
-    """d/dB at B = 0 of the model without noise."""
-
-
-def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: bool = False) -> ZeroGradients:
-    """Estimate the gradients at A = 0 of one predictor on the same examples.
+    - tied: d/dA where A projects the context and the noise.
+    - untied: d/dA where A projects the noise, and another, non-zero matrix the context.
+    - deterministic: d/dB at B = 0 of the model without noise.
 
     `antithetic` uses every noise n together with -n. At A = 0 the gradient is linear in n, so that this is the exact mean
     over the noise.
@@ -190,16 +179,15 @@ def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: 
     def gradient(loss: Callable[[ToyBatch], Tensor]) -> Tensor:
         return torch.stack([torch.autograd.grad(loss(one), zero)[0] for one in batches]).mean(0)
 
-    return ZeroGradients(
-        tied=gradient(lambda one: predictor(one, zero, zero)),
-        untied=gradient(lambda one: predictor(one, projection, zero)),
-        deterministic=gradient(lambda one: predictor(one, zero, None)),
-    )
+    return {
+        "tied": gradient(lambda one: predictor(one, zero, zero)),
+        "untied": gradient(lambda one: predictor(one, projection, zero)),
+        "deterministic": gradient(lambda one: predictor(one, zero, None)),
+    }
 
 
 def train_toy(task: ToyTask, tying: Tying, steps: int = 600, seed: int = 0) -> dict[int, float]:
     """Train a toy model with its matrices, from the same start for every `tying`; return ‖A‖ of the noise by step."""
-    batch_size, lr = 64, 0.02
     predictor = ToyPredictor(task, seed=seed)
     start = seeded_generator("cpu", seed, "start")
     B, own = (
@@ -207,19 +195,27 @@ def train_toy(task: ToyTask, tying: Tying, steps: int = 600, seed: int = 0) -> d
         for _ in range(2)
     )
     A = B if tying == "tied" else own
-    optimiser = torch.optim.Adam(dict.fromkeys([*predictor.parameters(), B, A]), lr)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     generator = seeded_generator("cpu", seed, "examples")
     norms: dict[int, float] = {}
-    for step in range(steps + 1):
-        loss = predictor(task.sample(batch_size, generator), B, A)
-        if step % max(1, steps // 60) == 0 or step == steps:
+
+    def loss_of(step: int) -> Tensor:
+        if step % max(1, steps // 60) == 0:
             norms[step] = A.norm().item()
+        return predictor(task.sample(64, generator), B, A)
+
+    _minimise(loss_of, dict.fromkeys([*predictor.parameters(), B, A]), 0.02, steps)
+    return norms | {steps: A.norm().item()}
+
+
+def _minimise(loss_of: Callable[[int], Tensor], parameters: Iterable[nn.Parameter], lr: float, steps: int) -> None:
+    """Train with Adam; the learning rate falls to zero along a cosine."""
+    optimiser = torch.optim.Adam(parameters, lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for step in range(steps):
         optimiser.zero_grad()
-        loss.backward()
+        loss_of(step).backward()
         optimiser.step()
         schedule.step()
-    return norms
 
 
 @contextmanager

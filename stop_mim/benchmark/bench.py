@@ -7,27 +7,24 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 
 from stop_mim.benchmark.config import BenchConfig
 from stop_mim.benchmark.flops import TokenCounts, step_flops
 from stop_mim.benchmark.parts import measure_parts
-from stop_mim.benchmark.report import BenchReport, print_report, write_report
-from stop_mim.benchmark.timing import (
-    Work,
-    busy_seconds,
-    lacks_memory,
-    matrix_ceiling,
-    measure_step,
-)
+from stop_mim.benchmark.timing import Spread, StepMeasurement, Work, busy_seconds, matrix_ceiling, measure_step
 from stop_mim.constraints import check_effects
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
+from stop_mim.records import write_json
+from stop_mim.tables import Table
 from stop_mim.training.acceleration import CapturedStep, is_compiled, is_half
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
@@ -37,10 +34,51 @@ from stop_mim.training.pretrain import Parts, assemble
 from stop_mim.training.run_folder import environment
 from stop_mim.training.trial import forget_peak
 
+FORMAT = "stop-mim bench 1"
 PROFILED_STEPS = 5
+# Narrower tables would cut their numbers.
+LEAST_WIDTH = 84
 PARTS_NOTE = (
     "Each part is timed alone, and they need not add up to the step; backward is forward and backward minus forward."
 )
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """All measurements, and everything needed to repeat them."""
+
+    recipe: str
+    environment: dict[str, Any]
+    config: dict[str, Any]
+    bench: dict[str, Any]
+    hardware: str
+    images: str
+    images_per_step: int
+    batches_per_step: int
+    tokens: dict[str, int]
+    dtype: str
+    execution: str
+    """Whether the step was compiled and captured."""
+    step: StepMeasurement
+    parts: dict[str, Spread]
+    """Seconds of each part in a step."""
+    busy_seconds: float | None
+    """Time per step during which kernels run; None on the CPU."""
+    flops: int
+    """Operations of a step in matrix products."""
+    ceiling: float
+    """Operations per second of one large matrix product, around the measurement of the step."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def host_gap(self) -> float | None:
+        """Seconds per step during which no kernel runs."""
+        return None if self.busy_seconds is None else max(0.0, self.step.seconds.median - self.busy_seconds)
+
+    @property
+    def flops_per_second(self) -> float:
+        """Operations per second of the step."""
+        return self.flops / self.step.seconds.median
 
 
 def run_bench(
@@ -52,10 +90,11 @@ def run_bench(
         require_writable(f"bench.json, {bench.json},", bench.json)
     device = one_device(config)
     with ProgressDisplay(console) as display, _memory_error_named(config, device):
-        report = measure_run(config, bench, recipe, display, lambda name: display.say(f"measuring: {name}"))
+        report = measure_run(config, bench, recipe, device, display)
     print_report(report)
     if bench.json is not None:
-        write_report(bench.json, report)
+        derived = {"host_gap_seconds": report.host_gap, "part_of_ceiling": report.flops_per_second / report.ceiling}
+        write_json(bench.json, {"format": FORMAT, **asdict(report), "derived": derived})
     return report
 
 
@@ -74,17 +113,21 @@ def steps_of(run: Parts) -> Iterator[Work]:
 
 
 def measure_run(
-    config: TrainConfig, bench: BenchConfig, recipe: str, display: ProgressDisplay, show: Callable[[str], None]
+    config: TrainConfig, bench: BenchConfig, recipe: str, device: torch.device, display: ProgressDisplay
 ) -> BenchReport:
     """Measure the step and its parts."""
-    device, uses_data, notes = one_device(config), bench.images == "data", [PARTS_NOTE]
+    uses_data, notes = bench.images == "data", [PARTS_NOTE]
+
+    def show(name: str) -> None:
+        display.say(f"measuring: {name}")
 
     def warn(text: str) -> None:
         display.warn(text)
         notes.append(text)
 
     show("whole step")
-    dtype = multiplied_in(config, device)
+    # The type in which the layers multiply matrices.
+    dtype = torch.bfloat16 if is_half(config.speed.precision, device) else torch.float32
     before = matrix_ceiling(device, dtype)
     forget_peak(device)
     run = open_run(config, uses_data, display, warn)
@@ -115,11 +158,6 @@ def measure_run(
         ceiling=max(before, matrix_ceiling(device, dtype)),
         notes=tuple(notes),
     )
-
-
-def multiplied_in(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """Return the type in which the layers multiply matrices."""
-    return torch.bfloat16 if is_half(config.speed.precision, device) else torch.float32
 
 
 def execution_of(run: Parts) -> str:
@@ -156,10 +194,69 @@ def _memory_error_named(config: TrainConfig, device: torch.device) -> Iterator[N
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not lacks_memory(error):
+        # The CPU allocator raises a plain RuntimeError.
+        lacks_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        if not lacks_memory:
             raise
         images = config.speed.batch_size_per_device or config.optim.batch_size
         raise InputError(
             f"{images} images at a time do not fit into the memory of {hardware_name(device)}: give fewer with "
             "--speed.batch-size-per-device."
         ) from error
+
+
+def print_report(report: BenchReport) -> None:
+    """Print all tables and notes."""
+    console = Console()
+    console.width = max(console.width, LEAST_WIDTH)
+    for table in (step_table(report), facts_table(report)):
+        console.print(table.on_screen())
+    for note in report.notes:
+        console.print(escape(note), highlight=False, soft_wrap=True)
+
+
+def step_table(report: BenchReport) -> Table:
+    """Return the whole step and its parts."""
+    rate, whole, gap = report.step.images_per_second, report.step.seconds, report.host_gap
+    parts = [
+        [f"  {name}", _milliseconds(spread.median), _quartiles(spread), f"{spread.median / whole.median:.1%}"]
+        for name, spread in report.parts.items()
+    ]
+    gaps = ["does not apply", "", ""] if gap is None else [_milliseconds(gap), "", f"{gap / whole.median:.1%}"]
+    rows = [
+        ["images/s", _rate(rate.median), f"{_rate(rate.low)} to {_rate(rate.high)}", ""],
+        ["step", _milliseconds(whole.median), _quartiles(whole), ""],
+        *parts,
+        ["  host gaps", *gaps],
+    ]
+    title = f"{report.recipe} on {report.hardware}: a training step"
+    return Table(title, ["what", "median", "quartiles", "of the step"], rows)
+
+
+def facts_table(report: BenchReport) -> Table:
+    """Return sizes, memory and operations."""
+    counts, part = report.tokens, report.flops_per_second / report.ceiling
+    batches = f" in {report.batches_per_step} batches" if report.batches_per_step > 1 else ""
+    rows = {
+        "images": f"{report.images}; {report.images_per_step} per step{batches}",
+        "tokens": f"{counts['grid']} patches, {counts['context']} context, {counts['blocks']} x {counts['target']} targets",
+        "execution": report.execution,
+        "peak memory": f"{report.step.peak_memory / 2**30:,.2f} GiB",
+        "operations per step": f"{report.flops / 1e9:,.1f} GFLOP in matrix products",
+        "speed": f"{report.flops_per_second / 1e12:,.3f} TFLOP/s, {part:.1%} of the ceiling",
+        "ceiling": f"{report.ceiling / 1e12:,.3f} TFLOP/s, one large matrix product in {report.dtype} on this machine",
+        "torch": str(report.environment["packages"]["torch"]),
+    }
+    return Table("", ["what", "value"], [list(row) for row in rows.items()], names=2)
+
+
+def _rate(images: float) -> str:
+    return f"{images:,.{0 if images >= 1000 else 1}f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f} ms"
+
+
+def _quartiles(spread: Spread) -> str:
+    return f"{spread.low * 1e3:,.3f} to {spread.high * 1e3:,.3f}"

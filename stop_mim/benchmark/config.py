@@ -1,4 +1,4 @@
-"""Options of `stop-mim bench`, beside the fields of the run that it measures."""
+"""Options of `stop-mim bench` and `stop-mim plan`, in addition to the fields of the run."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Operations of a training step in matrix products, two per multiplication and addition, as torch counts them.
 
-Operations that are done twice to save memory, and those of norms, softmax and optimiser, are not counted.
+Recomputed operations, norms, softmax and the optimiser are not counted.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class TokenCounts:
 
 
 def step_flops(config: TrainConfig, counts: TokenCounts, images: int) -> int:
-    """Return the operations of a step on so many images: forward and backward pass, counted on the meta device."""
+    """Return the operations of a step on a number of images: forward and backward pass, counted on the meta device."""
     # Fused attention would count a product twice, which it recomputes in the backward pass.
     with torch.device("meta"), sdpa_kernel(SDPBackend.MATH):
         objective = build_objective(config)

@@ -18,10 +18,7 @@ from stop_mim.models.objective import TargetObjective
 from stop_mim.training.acceleration import STEPS_BEFORE_CAPTURE, CapturedStep, is_compiled, recording
 from stop_mim.training.pretrain import Parts
 
-DATA, MASKS, FORWARD, BACKWARD, OPTIMISER = "data (loader)", "masks", "whole forward", "backward", "optimiser"
-TARGET, EMA = "target forward", "EMA of the target"
-ENCODER, PREDICTOR, DECODER = "context encoder forward", "predictor forward", "decoder forward"
-STUDENT = "student forward"
+MASKS, FORWARD, BACKWARD = "masks", "whole forward", "backward"
 
 
 def measure_parts(
@@ -32,22 +29,22 @@ def measure_parts(
     captured = isinstance(run.trainer.step, CapturedStep)
     found: dict[str, Spread] = {}
 
-    def measure(name: str, work: Work, capturable: bool = True) -> Spread:
+    def measure(name: str, work: Work, capturable: bool = True) -> None:
         show(name)
         timed = _captured(name, work, device, warn) if captured and capturable else work
-        return Spread.of(call_seconds(timed, device, calls, warmup))
+        found[name] = Spread.of(call_seconds(timed, device, calls, warmup))
 
     with closing(run.images.starting_at(0)) as images:
         if uses_data:
-            show(DATA)
+            show("data (loader)")
             seconds = run_seconds(lambda: next(images), device, steps=1, repeats=warmup + calls)
-            found[DATA] = Spread.of(seconds[warmup:])
+            found["data (loader)"] = Spread.of(seconds[warmup:])
         batch = next(images).images
     # In training, too, masks are drawn outside the graph.
-    found[MASKS] = measure(MASKS, lambda: inputs.draw_masks(0), capturable=False)
+    measure(MASKS, lambda: inputs.draw_masks(0), capturable=False)
     masks = inputs.draw_masks(0)[0]
     for name, work in forward_parts(run, batch, masks).items():
-        found[name] = measure(name, work)
+        measure(name, work)
 
     def gradients() -> None:
         run.trainer.optimiser.zero_grad(set_to_none=True)
@@ -55,17 +52,17 @@ def measure_parts(
             loss = run.objective(batch, masks)
         loss.backward()
 
-    found[BACKWARD] = measure(BACKWARD, gradients).less(found[FORWARD])
+    measure(BACKWARD, gradients)
+    found[BACKWARD] = found[BACKWARD].less(found[FORWARD])
     # Masks are drawn for all batches of a step at once.
-    found = {
-        name: spread if name == MASKS else spread.scaled(inputs.batches_per_step) for name, spread in found.items()
-    }
+    for name in found.keys() - {MASKS}:
+        found[name] = found[name].scaled(inputs.batches_per_step)
     # The optimiser needs gradients, and not those inside a graph.
     gradients()
-    found[OPTIMISER] = measure(OPTIMISER, run.trainer.optimiser.step)
+    measure("optimiser", run.trainer.optimiser.step)
     if isinstance(run.objective, TargetObjective):
         weight = torch.tensor(1 - run.trainer.schedule(0).ema_momentum, device=device)
-        found[EMA] = measure(EMA, lambda: run.objective.move_target(weight))
+        measure("EMA of the target", lambda: run.objective.move_target(weight))
     return found
 
 
@@ -74,16 +71,16 @@ def forward_parts(run: Parts, images: Float[Tensor, "batch 3 height width"], mas
     objective = run.objective
     parts: dict[str, Work] = {}
     if isinstance(objective, IJEPA | Data2Vec):
-        parts[TARGET] = lambda: objective.target_features(images, masks)
+        parts["target forward"] = lambda: objective.target_features(images, masks)
     if isinstance(objective, Data2Vec):
-        parts[STUDENT] = lambda: objective.predict(images, masks)
+        parts["student forward"] = lambda: objective.predict(images, masks)
     if isinstance(objective, IJEPA | MAE):
         predictor = objective.predictor if isinstance(objective, IJEPA) else objective.decoder
         with torch.no_grad(), run.autocast:
             features = objective.encoder(images, masks.context)
         features = features.detach().requires_grad_()
-        parts[ENCODER] = lambda: objective.encoder(images, masks.context)
-        name = PREDICTOR if isinstance(objective, IJEPA) else DECODER
+        parts["context encoder forward"] = lambda: objective.encoder(images, masks.context)
+        name = "predictor forward" if isinstance(objective, IJEPA) else "decoder forward"
         parts[name] = lambda: predictor(features, masks.context, masks.targets)
     if is_compiled(objective):
         parts = {name: torch.compile(work, dynamic=False) for name, work in parts.items()}

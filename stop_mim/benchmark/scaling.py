@@ -45,7 +45,7 @@ class Sizes:
     layers: tuple[tuple[int, int, float], ...]
     """Of each layer with gradients: an image's values at its attention, at its MLP, and the MLP's relative width."""
     image_values: int
-    """fp32 values of an image that are kept beside these layers."""
+    """fp32 values of an image that are kept outside these layers."""
     target_values: int
     """Values of an image in a layer of the target encoder, which are not kept."""
 
@@ -53,10 +53,10 @@ class Sizes:
     @cache
     def of(config: TrainConfig) -> "Sizes":
         """Count the weights and tokens of a recipe, on the meta device."""
-        masks = build_masks(config.masks, _grid(config)).sample(1)
-        tokens = TokenCounts.of(masks, _grid(config))
         with torch.device("meta"):
             objective = build_objective(config)
+        grid = objective.encoder.grid
+        tokens = TokenCounts.of(build_masks(config.masks, grid).sample(1), grid)
         trained = sum(p.numel() for p in objective.parameters() if p.requires_grad)
         every = sum(p.numel() for p in objective.parameters())
         blocks = [module for module in objective.modules() if isinstance(module, Block)]
@@ -88,11 +88,6 @@ class Sizes:
         return round(kept) + 4 * self.image_values + TARGET_LAYER_BYTES * self.target_values
 
 
-def _grid(config: TrainConfig) -> tuple[int, int]:
-    height, width = config.encoder.image_size
-    return height // config.encoder.patch_size, width // config.encoder.patch_size
-
-
 def _trained_layers(objective: nn.Module, tokens: TokenCounts) -> Iterator[tuple[int, int, float]]:
     """Yield the layers that get gradients; the encoder's see the context, others context and target of every block."""
     for name, block in objective.named_modules():
@@ -101,8 +96,8 @@ def _trained_layers(objective: nn.Module, tokens: TokenCounts) -> Iterator[tuple
         width = block.norm1.weight.shape[0]
         # data2vec's encoder sees mask tokens in the place of target patches.
         within_encoder = tokens.grid if isinstance(objective, Data2Vec) else tokens.context
-        beside = tokens.blocks * (tokens.context + tokens.target)
-        attention = within_encoder if name.startswith("encoder.") else beside
+        in_predictor = tokens.blocks * (tokens.context + tokens.target)
+        attention = within_encoder if name.startswith("encoder.") else in_predictor
         mlp = tokens.blocks * tokens.target if isinstance(block, LastBlock) else attention
         yield attention * width, mlp * width, block.mlp.fc1.weight.shape[0] / width
 

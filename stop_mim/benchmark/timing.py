@@ -64,7 +64,7 @@ class StepMeasurement:
 
 
 def measure_step(work: Work, device: torch.device, images: int, bench: BenchConfig) -> StepMeasurement:
-    """Time repeated runs of a step of so many images, after a warm-up; call `forget_peak` before."""
+    """Time repeated runs of a step on `images` images, after a warm-up; call `forget_peak` before."""
     for _ in range(bench.warmup):
         work()
     seconds = Spread.of(run_seconds(work, device, bench.steps, bench.repeats))
@@ -96,7 +96,7 @@ def call_seconds(work: Work, device: torch.device, calls: int, warmup: int) -> l
         work()
     wait_for(device)
     if device.type != "cuda":
-        return [_clocked(work) for _ in range(calls)]
+        return run_seconds(work, device, 1, calls)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
     for start, end in events:
         start.record()
@@ -104,12 +104,6 @@ def call_seconds(work: Work, device: torch.device, calls: int, warmup: int) -> l
         end.record()
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) / 1000 for start, end in events]
-
-
-def _clocked(work: Work) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def busy_seconds(work: Work, device: torch.device, steps: int) -> float | None:
@@ -152,8 +146,3 @@ def matrix_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 
     run_seconds(multiply, device, PRODUCTS, 1)
     return 2 * side**3 / statistics.median(run_seconds(multiply, device, PRODUCTS, REPEATS))
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out; the CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

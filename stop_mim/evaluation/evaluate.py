@@ -17,6 +17,7 @@ from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_subject
 from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable
+from stop_mim.records import write_json
 from stop_mim.results import (
     RESULTS_FILE,
     UNTRAINED,
@@ -29,7 +30,6 @@ from stop_mim.results import (
     results_document,
     today,
     write_csv,
-    write_json,
 )
 from stop_mim.tables import write_tables
 from stop_mim.training.callbacks.progress import ProgressDisplay

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from stop_mim.errors import InputError
+from stop_mim.records import from_plain
 from stop_mim.registry import Registry
 from stop_mim.training.config import flat
 
@@ -41,11 +41,6 @@ class Sweep:
 
 
 SWEEPS: Registry[Callable[[], Sweep]] = Registry("sweep")
-
-
-def summary(name: str) -> str:
-    """Return the help of a sweep."""
-    return (SWEEPS[name].__doc__ or "").strip().splitlines()[0]
 
 
 @SWEEPS.register("positions")
@@ -161,18 +156,16 @@ def _joined(variant: str, name: str, value: Any) -> str:
     return "-".join(filter(None, [variant, name, re.sub(r"[^\w.+]+", "-", text).strip("-")]))
 
 
-def with_overrides(config: Config, overrides: Overrides, group: str = "") -> Config:
-    """Return a config with fields replaced, each named by its path, such as positions.sigma; those of a group at once."""
-    fields = {one.name for one in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
-    values: dict[str, Any] = {}
+def with_overrides(config: Config, overrides: Overrides) -> Config:
+    """Return a config with fields replaced, each named by its path, such as positions.sigma."""
+    nested: dict[str, Any] = {}
     for path, value in overrides.items():
-        name, _, rest = path.partition(".")
-        if name not in fields:
-            raise InputError(f"There is no field '{group}{path}': 'stop-mim pretrain RECIPE --help' lists all fields.")
-        values[name] = {**values.get(name, {}), rest: value} if rest else value
-    groups = {path.partition(".")[0] for path in overrides if "." in path}
-    values |= {name: with_overrides(getattr(config, name), values[name], f"{group}{name}.") for name in groups}
-    return dataclasses.replace(config, **values)  # type: ignore[type-var]
+        *groups, name = path.split(".")
+        part = nested
+        for group in groups:
+            part = part.setdefault(group, {})
+        part[name] = value
+    return from_plain(type(config), nested, base=config)
 
 
 def changes(config: Any, default: Any) -> dict[str, Any]:

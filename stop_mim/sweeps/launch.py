@@ -51,9 +51,9 @@ def run_job(
         if stop:
             return None
         with log.open("ab") as output:
-            # In a session of its own: Ctrl-C is for the sweep, which asks its runs to stop.
+            # In a new session: Ctrl-C reaches the sweep, which asks its runs to stop.
             process = subprocess.Popen(
-                [*program, *arguments()],
+                [*program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -134,7 +134,9 @@ def _launch_jobs(jobs: Sequence[Job], config: LaunchConfig, logs: Path, stop: In
     try:
         while running and not stop:
             for submitted in [one for one in running if one.done()]:
-                yield running.pop(submitted), _failure(submitted, logs)
+                broken = submitted.exception()
+                reason = submitted.result() if broken is None else f"{type(broken).__name__}: see {logs / 'submitit'}."
+                yield running.pop(submitted), reason
             time.sleep(POLL_SECONDS)
     finally:
         for submitted in running:
@@ -143,11 +145,6 @@ def _launch_jobs(jobs: Sequence[Job], config: LaunchConfig, logs: Path, stop: In
         for submitted in [one for one in running if one.done()]:
             yield running.pop(submitted), None
         time.sleep(POLL_SECONDS)
-
-
-def _failure(submitted: Any, logs: Path) -> str | None:
-    broken = submitted.exception()
-    return submitted.result() if broken is None else f"{type(broken).__name__}: see {logs / 'submitit'}."
 
 
 class JobTask:

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
-from stop_mim.records import read_record
+from stop_mim.records import read_record, write_json
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
 from stop_mim.training.config import TrainConfig
@@ -69,21 +68,18 @@ class SweepConfig(Checked):
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: a training, then an evaluation."""
+    """One run of a sweep: a training, then an evaluation, each as the arguments of an ordinary command."""
 
     variant: str
     seed: int
     folder: Path
-    recipe: str
-    options: tuple[str, ...]
-    """Of `pretrain`."""
-    speed: tuple[str, ...]
-    """Those of `options` that `resume` and `evaluate` take too."""
-    evaluate: tuple[str, ...]
+    pretrain: tuple[str, ...]
+    resume: tuple[str, ...]
+    evaluation: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Return the run's directory within the sweep's."""
+        """The run's directory within the sweep's."""
         return f"{self.variant}/seed-{self.seed}"
 
     @property
@@ -91,16 +87,10 @@ class Job:
         """Whether the run is trained and evaluated."""
         return (self.folder / SCORES_FILE).exists()
 
-    def training(self) -> list[str]:
-        """Return the arguments that begin the training, or continue it."""
-        if (self.folder / "config.json").exists():
-            return ["resume", str(self.folder), *self.speed]
-        return ["pretrain", self.recipe, *self.options]
-
-    def evaluation(self) -> list[str]:
-        """Return the arguments that evaluate the encoder."""
-        files = ["--untrained", "no", "--json", str(self.folder / SCORES_FILE)]
-        return ["evaluate", str(self.folder), *self.evaluate, *self.speed, *files]
+    @property
+    def training(self) -> tuple[str, ...]:
+        """The command that starts the training, or continues it."""
+        return self.resume if (self.folder / "config.json").exists() else self.pretrain
 
 
 @dataclass(frozen=True)
@@ -134,8 +124,16 @@ class Plan:
                 # The recipe's warm-up is given too where it would follow the epochs.
                 changed |= changes(run, following(default, changed))
                 speed = {path: value for path, value in changed.items() if path.startswith("speed.")}
-                options, fast = (*compat_flag(config), *as_flags(changed, run)), tuple(as_flags(speed, run))
-                yield Job(variant, seed, folder, self.recipe, options, fast, self.evaluate)
+                options, fast = as_flags(changed, run), as_flags(speed, run)
+                files = ("--untrained", "no", "--json", str(folder / SCORES_FILE))
+                yield Job(
+                    variant,
+                    seed,
+                    folder,
+                    pretrain=("pretrain", self.recipe, *compat_flag(config), *options),
+                    resume=("resume", str(folder), *fast),
+                    evaluation=("evaluate", str(folder), *self.evaluate, *fast, *files),
+                )
 
     def document(self) -> dict[str, Any]:
         """Return what results depend on, as JSON values."""
@@ -153,8 +151,7 @@ class Plan:
 
     def keep(self) -> None:
         """Write OUT/sweep.json."""
-        text = json.dumps(self.document(), indent=2)
-        write_atomically(self.out / PLAN_FILE, lambda file: file.write_text(text + "\n"))
+        write_json(self.out / PLAN_FILE, self.document())
 
     def check(self) -> None:
         """Raise InputError if the directory holds something else than this sweep."""

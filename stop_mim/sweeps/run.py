@@ -1,6 +1,5 @@
 """A sweep from its first run to its tables: what is finished is skipped, and a run that fails does not stop the others."""
 
-import json
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from rich.markup import escape
 from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.files import locked, write_atomically
+from stop_mim.files import locked
 from stop_mim.interruption import catch_interruption
-from stop_mim.records import read_record
+from stop_mim.records import read_record, write_json
 from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
@@ -55,7 +54,11 @@ def run_sweep(
     if config.dry_run:
         show_grid(plan, jobs, config, console)
         return None
-    check_data(plan, config)
+    # Data that cannot be opened are refused before hours are spent on training.
+    if config.low_shot_list is not None:
+        config.low_shot_list.read_text()
+    for data in filter(None, {plan.base.data, config.probe_data}):
+        open_source(data)
     plan.out.mkdir(parents=True, exist_ok=True)
     with locked(plan.out / LOCK_FILE) as ours:
         if not ours:
@@ -71,14 +74,6 @@ def run_sweep(
     if summary.failed:
         _say(console, f"Failed runs: {len(summary.failed)}. --retry-failed runs them again.", "yellow")
     return summary
-
-
-def check_data(plan: Plan, config: SweepConfig) -> None:
-    """Raise InputError for data that cannot be opened, before hours are spent on training."""
-    if config.low_shot_list is not None:
-        config.low_shot_list.read_text()
-    for name in filter(None, {plan.base.data, config.probe_data}):
-        open_source(name)
 
 
 def _run(jobs: Sequence[Job], plan: Plan, config: SweepConfig, console: Console) -> str | None:
@@ -110,11 +105,9 @@ def record(out: Path, job: Job, error: str | None) -> None:
     """Keep why a run failed, or forget that it did."""
     before = read_failed(out)
     failed = {name: reason for name, reason in before.items() if name != job.name}
-    if error is not None:
-        failed[job.name] = error
+    failed |= {} if error is None else {job.name: error}
     if failed != before:
-        text = json.dumps(failed, indent=2)
-        write_atomically(out / FAILED_FILE, lambda file: file.write_text(text + "\n"))
+        write_json(out / FAILED_FILE, failed)
 
 
 def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Console) -> None:
@@ -130,7 +123,7 @@ def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Con
     console.print(Table(title, ["variant", "changes", "finished"], rows, names=2).on_screen())
     left = due(jobs, plan.out, config.retry_failed)
     for job in left:
-        for arguments in (job.training(), job.evaluation()):
+        for arguments in (job.training, job.evaluation):
             _say(console, f"stop-mim {shlex.join(arguments)}")
     if not left:
         _say(console, "All runs are done: the same command without --dry-run prints the tables.")

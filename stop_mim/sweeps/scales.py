@@ -14,12 +14,12 @@ class Scale:
     recipe: str
     overrides: Overrides
     evaluate: tuple[str, ...]
-    """Options of `stop-mim evaluate`; where they have no --data, the images are those of the sweep's options."""
+    """Options of `stop-mim evaluate`; without --data, the images of the sweep's options are used."""
     shown: tuple[str, ...] = ()
     """Scores that the tables show, where they are measured; default: all."""
 
 
-# With labels drawn at random, and with those of a list.
+# With labels drawn at random, and with labels of a list.
 LOW_SHOT = ("low-shot/1%/top1", "low-shot/list/top1")
 
 SCALES: Registry[Callable[[], Scale]] = Registry("scale")

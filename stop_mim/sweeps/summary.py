@@ -1,7 +1,6 @@
 """The summary of a sweep: mean and standard deviation over seeds, and differences to the baseline paired by seed."""
 
 import csv
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -14,6 +13,7 @@ from rich.markup import escape
 from scipy import stats
 
 from stop_mim.files import write_atomically
+from stop_mim.records import write_json
 from stop_mim.results import read_results
 from stop_mim.sweeps.plan import SCORES_FILE, Job, Plan
 from stop_mim.tables import Table, write_tables
@@ -64,7 +64,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def paired_difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Return the difference of values to those of the baseline, both by seed; None without a common seed."""
+    """Return the difference of values to the baseline's, both by seed; None without a common seed."""
     differences = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     if not differences:
         return None
@@ -178,25 +178,22 @@ def as_json(summary: Summary) -> dict[str, Any]:
 
 def write_summary(out: Path, summary: Summary) -> None:
     """Write summary.json, summary.csv with one line for each number, and the tables as Markdown and LaTeX."""
-    text = json.dumps(as_json(summary), indent=2)
-    write_atomically(out / SUMMARY_JSON, lambda file: file.write_text(text + "\n"))
+    write_json(out / SUMMARY_JSON, as_json(summary))
     write_atomically(out / SUMMARY_CSV, lambda file: _write_csv(file, summary))
     for name in SUMMARY_TABLES:
         write_tables(out / name, [means_table(summary), differences_table(summary)])
 
 
 def _write_csv(file: Path, summary: Summary) -> None:
+    spread_fields, difference_fields = ([one.name for one in fields(kind)] for kind in (Spread, Difference))
     with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(
-            stream, [*CSV_HEAD, *(one.name for one in fields(Spread)), *(one.name for one in fields(Difference))]
-        )
+        writer = csv.DictWriter(stream, [*CSV_HEAD, *spread_fields, *difference_fields], extrasaction="ignore")
         writer.writeheader()
         for variant, row in summary.scores.items():
             for name, score in row.items():
                 names = (summary.plan.sweep, summary.plan.scale, variant, name)
-                numbers = {"n": score.n, "mean": score.mean, "std": score.std}
                 apart = {} if score.difference is None else asdict(score.difference)
-                writer.writerow({**dict(zip(CSV_HEAD, names, strict=True)), **numbers, **apart})
+                writer.writerow({**dict(zip(CSV_HEAD, names, strict=True)), **vars(score), "difference": "", **apart})
 
 
 def show_summary(summary: Summary, console: Console) -> None:

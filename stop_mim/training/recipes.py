@@ -66,11 +66,6 @@ def with_compat(config: TrainConfig, compat: Compat) -> TrainConfig:
     )
 
 
-def summary(name: str) -> str:
-    """Return the first line of a recipe's docstring."""
-    return (RECIPES[name].__doc__ or "").strip().splitlines()[0]
-
-
 @recipe
 def demo() -> TrainConfig:
     """A very small StoP model on the built-in scenes, as trained by `stop-mim demo`: two minutes on two CPU cores.

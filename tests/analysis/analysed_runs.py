@@ -66,14 +66,8 @@ def top1(value, **more):
 
 
 def write_status(run, state, step, message=""):
-    status = {
-        "state": state,
-        "step": step,
-        "total_steps": 8,
-        "message": message,
-        "updated": "2026-01-02T03:04:05+00:00",
-    }
-    (run / "status.json").write_text(json.dumps(status))
+    status = {"state": state, "step": step, "total_steps": 8, "message": message}
+    (run / "status.json").write_text(json.dumps({**status, "updated": "2026-01-02T03:04:05+00:00"}))
 
 
 def probed(top1, A_norm=1.0, mask_token_norm=0.1, noise_to_signal=0.0):

@@ -8,8 +8,7 @@ from analysed_runs import pretend, probed
 from matplotlib.figure import Figure
 
 from stop_mim.analysis import figures, theory
-from stop_mim.analysis.drawing import STYLE, set_sigma_axis
-from stop_mim.analysis.figures import FIGURES, draw_figures
+from stop_mim.analysis.figures import FIGURES, STYLE, draw_figures, set_sigma_axis
 from stop_mim.analysis.runs import read_records
 from stop_mim.errors import InputError
 from stop_mim.training.config import EncoderConfig, MaskConfig, ObjectiveConfig, PositionsConfig

@@ -18,8 +18,7 @@ from stop_mim.analysis.predictions import (
     sample_masks,
     sample_pictures,
 )
-from stop_mim.analysis.runs import RunRecords, open_run, read_records
-from stop_mim.errors import InputError
+from stop_mim.analysis.runs import RunRecords, read_records
 from stop_mim.evaluation.features import pooled_features
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_objective
@@ -73,12 +72,6 @@ def test_real_objectives_give_maps_in_the_space_of_their_targets(tmp_path, kind,
         assert torch.allclose(everywhere[image, masks.targets[image].flatten()], targets[image], atol=1e-5)
 
 
-def test_pixels_are_no_features(tmp_path):
-    mae = build_objective(tiny_config(tmp_path, objective=ObjectiveConfig(kind="mae"), masks=MaskConfig(kind="random")))
-    with pytest.raises(InputError, match="ijepa"):
-        feature_objective(mae)
-
-
 def test_samples_of_images_and_masks_are_the_same_every_time(stop_run, monkeypatch):
     run = read_records(stop_run)
     pictures = sample_images(run, 3)
@@ -125,7 +118,7 @@ def test_principal_components_are_colours_with_signs_that_do_not_change():
 
 
 def test_patch_features_are_the_frozen_encoders(stop_run):
-    encoder = open_run(stop_run).objective.frozen
+    encoder = read_records(stop_run).objective.frozen
     found = patch_features(encoder, images(2))
     assert found.shape == (2, N_PATCHES, encoder.dim)
     assert not found.requires_grad

@@ -1,26 +1,18 @@
 import json
-import shutil
 
 import pytest
 import torch
 from analysed_runs import evaluation, pretend, probed, top1, train_tiny
 
-from stop_mim.analysis.runs import (
-    Noise,
-    check_comparable,
-    common_score,
-    noise_of,
-    open_run,
-    read_records,
-)
+from stop_mim.analysis.runs import Noise, RunRecords, check_comparable, common_score, read_records
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoints_in, read_checkpoint
-from stop_mim.training.config import EncoderConfig, OptimConfig, PositionsConfig
+from stop_mim.training.config import EncoderConfig, OptimConfig, PositionsConfig, TrainConfig
 
 
 def test_a_run_is_opened_with_its_newest_weights_in_evaluation_mode(stop_run):
-    run = open_run(stop_run)
-    assert (run.name, run.step, run.grid, run.last_step) == ("stop", 8, (4, 6), 8)
+    run = read_records(stop_run)
+    assert (run.name, run.grid, run.last_step) == ("stop", (4, 6), 8)
     assert not run.objective.training
     assert not run.objective.positions.training
     newest = read_checkpoint(checkpoints_in(stop_run / "checkpoints")[8])
@@ -36,36 +28,26 @@ def test_sigma_of_a_schedule_is_the_one_of_the_checkpoint(tmp_path):
     folder = train_tiny(
         tmp_path / "scheduled", positions=PositionsConfig(sigma=1.0, sigma_start=0.0), stop_after_steps=5
     )
-    run = open_run(folder)
-    assert run.step == 5
+    run = read_records(folder)
     assert run.objective.positions.sigma == pytest.approx(4 / 7)
     assert run.objective.positions.sigma == pytest.approx(run.newest("sigma"))
 
 
-def test_what_is_not_a_run_is_an_error(stop_run, tmp_path):
-    with pytest.raises(InputError, match="nothing"):
-        open_run(tmp_path / "nothing")
-    empty = pretend(stop_run, tmp_path / "empty")
-    shutil.rmtree(empty / "checkpoints")
-    with pytest.raises(InputError, match="empty has no checkpoint"):
-        open_run(empty)
-    assert read_records(empty).last_step == 8
+def test_weights_that_do_not_fit_and_missing_metrics_are_errors(stop_run, tmp_path):
     odd = pretend(
         stop_run, tmp_path / "odd", encoder=EncoderConfig("tiny", image_size=(32, 48), patch_size=8, width=48)
     )
     with pytest.raises(InputError, match="does not fit"):
-        open_run(odd)
+        _ = read_records(odd).objective
     with pytest.raises(InputError, match="probe/linear_top1"):
         read_records(stop_run).newest("probe/linear_top1")
 
 
-def test_noise_by_form_and_sigma(stop_run):
-    config = read_records(stop_run).config
-
+def test_noise_by_form_and_sigma(tmp_path):
     def of(**positions):
-        return noise_of(config.__class__(positions=PositionsConfig(**positions)))
+        return RunRecords(tmp_path, TrainConfig(positions=PositionsConfig(**positions)), [], []).noise
 
-    assert noise_of(config) == Noise("tied", 0.25)
+    assert of() == Noise("tied", 0.25)
     assert of(covariance="identity", sigma=1) == Noise("identity", 1.0)
     for silent in ({"kind": "sincos"}, {"sigma": 0.0}, {"apply_to": "none"}, {"kind": "learned"}):
         assert of(**silent) == Noise("none", 0.0)

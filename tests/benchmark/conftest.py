@@ -6,15 +6,7 @@ import pytest
 
 from stop_mim.benchmark import timing
 from stop_mim.benchmark.config import BenchConfig
-from stop_mim.training.config import (
-    EncoderConfig,
-    MaskConfig,
-    ObjectiveConfig,
-    OptimConfig,
-    PredictorConfig,
-    SpeedConfig,
-    TrainConfig,
-)
+from stop_mim.training.config import MaskConfig, ObjectiveConfig, OptimConfig, SpeedConfig
 
 MASKS = {"ijepa": "multiblock", "mae": "random", "data2vec": "blockwise"}
 
@@ -25,15 +17,14 @@ def _small_ceiling(monkeypatch):
 
 
 @pytest.fixture
-def tiny():
-    """A configuration by its objective, with two batches a step."""
+def tiny(two_steps):
+    """A configuration by its objective, with two batches per step."""
 
     def make(kind="ijepa", **groups):
-        config = TrainConfig(
+        config = replace(
+            two_steps,
             data="scenes:count=24,size=32",
             objective=ObjectiveConfig(kind=kind),
-            encoder=EncoderConfig("tiny", image_size=(32, 32), patch_size=8, width=24, depth=2, heads=2),
-            predictor=PredictorConfig(width=16, depth=1, heads=2),
             masks=MaskConfig(kind=MASKS[kind]),
             optim=OptimConfig(epochs=2, batch_size=8, warmup_epochs=1.0),
             speed=SpeedConfig(device="cpu", batch_size_per_device=4, workers=0),

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from stop_mim.benchmark.timing import (
-    Spread,
-    busy_seconds,
-    call_seconds,
-    covered,
-    run_seconds,
-)
+from stop_mim.benchmark.timing import Spread, busy_seconds, call_seconds, covered, run_seconds
 
 CPU = torch.device("cpu")
 

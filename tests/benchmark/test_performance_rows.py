@@ -45,7 +45,7 @@ def test_a_row_is_measured(performance, way, monkeypatch, capsys):
     assert row["batch"] == 16
     assert row["part_of_ceiling"] > 0
     assert ("parts_milliseconds" in row) == (way == "parts")
-    performance._tell(row)
+    performance.print_row(row)
     assert "images/s" in capsys.readouterr().out
 
 

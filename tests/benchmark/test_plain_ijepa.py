@@ -23,8 +23,7 @@ CONFIG = TrainConfig(
 def plain(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     yield pytest.importorskip("plain_ijepa", reason="needs the benchmarks folder of a clone")
-    for name in ("plain_ijepa", "contenders"):
-        sys.modules.pop(name)
+    sys.modules.pop("plain_ijepa")
 
 
 def copied(ours, plain):

@@ -48,15 +48,6 @@ def test_planned_activations_are_what_autograd_keeps():
     assert sizes.activations(recompute=True) < kept / 2
 
 
-def test_sizes_count_every_weight():
-    config = find_recipe("stop-vitb16")
-    sizes = Sizes.of(config)
-    with torch.device("meta"):
-        objective = build_objective(config)
-    assert sizes.trained + sizes.frozen == sum(parameter.numel() for parameter in objective.parameters())
-    assert sizes.trained == sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
-
-
 def test_sharding_divides_the_state_and_hybrid_spares_the_network():
     sizes = Sizes.of(find_recipe("stop-vith14"))
     plan = PlanConfig(gpus=64)

@@ -47,18 +47,17 @@ def test_jobs_are_ordinary_commands_seed_by_seed():
     base = with_overrides(base_config(mini_config()), {"speed.device": "cpu", "optim.lr": 0.5})
     jobs = list(make_plan("mini", mini_config(seeds=(0, 5)), base).jobs(mini_config(seeds=(0, 5))))
     assert [job.name for job in jobs] == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-5", "noisy/seed-5"]
-    command = jobs[2].training()
-    assert command[:2] == ["pretrain", "demo"]
-    for option in (["--seed", "5"], ["--positions.kind", "sincos"], ["--optim.lr", "0.5"], ["--speed.device", "cpu"]):
+    command = jobs[2].training
+    assert command[:2] == ("pretrain", "demo")
+    for option in (("--seed", "5"), ("--positions.kind", "sincos"), ("--optim.lr", "0.5"), ("--speed.device", "cpu")):
         place = command.index(option[0])
         assert command[place : place + 2] == option
     run, scores = "out/fixed/seed-5", "out/fixed/seed-5/scores.json"
-    assert jobs[2].evaluation() == [
-        *("evaluate", run, "--data", "scenes", "--speed.device", "cpu", "--untrained", "no", "--json", scores),
-    ]
+    evaluation = ("evaluate", run, "--data", "scenes", "--speed.device", "cpu", "--untrained", "no", "--json", scores)
+    assert jobs[2].evaluation == evaluation
     Path(run).mkdir(parents=True)
     Path(run, "config.json").touch()
-    assert jobs[2].training() == ["resume", run, "--speed.device", "cpu"]
+    assert jobs[2].training == ("resume", run, "--speed.device", "cpu")
 
 
 def test_labelled_images_are_those_of_the_options():
@@ -75,8 +74,8 @@ def test_the_imagenet_sweeps_take_compat_and_any_field(monkeypatch):
     plan = make_plan("positions", config, base)
     monkeypatch.setattr("stop_mim.training.pretrain.train", lambda run, **more: trained.append(run) or TRAINED)
     for job, overrides in zip(plan.jobs(config), plan.variants.values(), strict=True):
-        assert job.options[:2] == ("--compat", "release")
-        main(job.training())
+        assert job.pretrain[2:4] == ("--compat", "release")
+        main(job.training)
         assert trained[-1] == with_overrides(base, {**overrides, "out": str(job.folder)})
     assert (trained[-1].masks.compat, trained[-1].positions.convention, trained[-1].optim.epochs) == (
         "release",
