@@ -1,4 +1,4 @@
-"""Twenty photographs in a messy folder become an encoder, a report and a timm model by the commands of the guide."""
+"""Twenty photographs in a messy folder become an encoder, a report and a timm model by the commands of the README."""
 
 import re
 import shlex
@@ -11,8 +11,8 @@ from PIL import Image
 from stop_mim.cli import main
 from stop_mim.training.run_folder import RunFolder
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "own-images.md"
-# The guide's model takes minutes to train.
+README = Path(__file__).parents[1] / "README.md"
+# The recipe's model takes minutes to train.
 SMALL = [
     *("--encoder.image-size", "32", "32", "--encoder.width", "24", "--encoder.depth", "1", "--encoder.heads", "2"),
     *("--encoder.patch-size", "8", "--predictor.width", "16", "--predictor.depth", "1", "--optim.epochs", "2"),
@@ -44,10 +44,12 @@ def write_messy_folder(folder):
     (folder / "Thumbs.db").write_bytes(b"\0")
 
 
-def test_the_four_commands_of_the_guide(tmp_path, monkeypatch, capsys):
+def test_the_four_commands_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_messy_folder(tmp_path / "photos")
-    block = re.search(r"^```\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE).group(1)
+    block = re.search(
+        r"^```\n(stop-mim pretrain stop-photos .*?)^```", README.read_text(), re.DOTALL | re.MULTILINE
+    ).group(1)
     pretrain, report, export, load = (shlex.split(line) for line in block.splitlines())
     main([*pretrain[1:], *SMALL])
     told = capsys.readouterr().err

@@ -92,7 +92,8 @@ def test_workers_ignore_signals_and_end_in_silence_with_a_parent_that_is_killed(
     if not child:
         try:
             results = mapped(abs, range(9), workers=2, ahead=5)
-            next(results)
+            # One result of each worker: both have started.
+            next(results), next(results)
             workers = multiprocessing.active_children()
             # Ctrl-C and SIGTERM reach the workers too: the main process decides.
             for worker in workers:
