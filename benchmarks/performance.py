@@ -1,4 +1,4 @@
-"""Every speed in docs/performance.md: each row in a separate process, all compiled together, then measured one by one.
+"""Every speed in docs/results/performance.md: each row in a separate process, all compiled together, then measured one by one.
 
 python benchmarks/performance.py --data tiny-imagenet/train.parquet --json performance.json
 python benchmarks/performance.py --rows B S --steps 20

@@ -42,7 +42,7 @@ from stop_mim.options import Decode, LoaderMode
 from stop_mim.seeds import derive_seed
 
 ENOUGH_WORKERS = 7
-"""This many workers decode photographs faster than a GPU that is training a ViT-B/16; see docs/performance.md."""
+"""This many workers decode photographs faster than a GPU that is training a ViT-B/16; see docs/results/performance.md."""
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 
 JPEGS_LOOKED_AT = 64
