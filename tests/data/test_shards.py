@@ -1,13 +1,17 @@
 """WebDataset's shards: samples, labels, the index."""
 
+import contextlib
 import json
 import os
 import tarfile
 
+import numpy as np
 import pytest
 from written_images import add_member, assert_refused, encoded, shades, write_shard
 
+from stop_mim.data.decode import BadImage
 from stop_mim.data.sources import open_source
+from stop_mim.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("own_folders")
 
@@ -76,3 +80,23 @@ def test_a_member_of_an_impossible_size_is_one_sentence(tmp_path, size):
     content[1024:1536] = header
     (tmp_path / "s.tar").write_bytes(content)
     assert_refused(f"wds:{tmp_path}/s.tar", "cannot be read as a tar file")
+
+
+def test_damaged_shards_are_one_sentence_or_bad_images(tmp_path):
+    write_shard(tmp_path / "s.tar", [(f"{shade}.png", encoded(shade)) for shade in range(6)])
+    whole, random = (tmp_path / "s.tar").read_bytes(), np.random.default_rng(0)
+    for _ in range(20):
+        damaged = bytearray(whole)
+        for place in random.integers(0, len(whole), 3):
+            damaged[place] ^= int(random.integers(1, 256))
+        # Right checksums, or no damaged header would be looked at.
+        for start in range(0, len(damaged), 512):
+            if damaged[start + 257 : start + 262] == b"ustar":
+                damaged[start + 148 : start + 156] = b" " * 8
+                damaged[start + 148 : start + 156] = b"%06o\0 " % sum(damaged[start : start + 512])
+        (tmp_path / "s.tar").write_bytes(damaged)
+        with contextlib.suppress(InputError):
+            source = open_source(f"wds:{tmp_path}/s.tar")
+            for index in range(len(source)):
+                with contextlib.suppress(BadImage):
+                    source.read(index)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from stepping import assert_same_state, make_batches, make_step, state_of
-from tiny_run import tiny_config
+from tiny_run import CPU, tiny_config
 
 from stop_mim.masking import BlockwiseMasks, RandomMasks
 from stop_mim.models.ijepa import IJEPA
 from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig
+from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import read_outcomes
 
@@ -129,6 +130,28 @@ def test_the_seed_decides_the_noise_and_torchs_own_generator_is_left_alone():
     # Every batch of a step has other noise.
     assert loss(batches=2) != loss()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def whole_noise(step, processes, n_batches, images=8):
+    """The noise of all images of a step, from all processes."""
+    masks, parts = a_batch(images=images // processes // n_batches)[1], {}
+    for rank in range(processes):
+        step.ranks, step.generators = Ranks(rank, processes, processes, CPU), {}
+        # The second time, the generators exist already.
+        for _ in range(2):
+            step.schedule(VALUES, seed=5)
+            parts |= {(number, rank): step._draw_noise(masks, number, n_batches).masked for number in range(n_batches)}
+    return torch.cat([parts[place] for place in sorted(parts)])
+
+
+@pytest.mark.parametrize("shard_images", [3, 64])
+def test_the_noise_of_a_step_does_not_depend_on_the_processes(monkeypatch, shard_images):
+    monkeypatch.setattr("stop_mim.training.step.SHARD_IMAGES", shard_images)
+    step = make_step()
+    whole = whole_noise(step, 1, 1)
+    assert len(whole.flatten(1).unique(dim=0)) == len(whole)
+    for processes, n_batches in ((1, 4), (2, 1), (4, 2), (8, 1)):
+        assert torch.equal(whole_noise(step, processes, n_batches), whole)
 
 
 OTHERS = {
