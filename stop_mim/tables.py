@@ -84,6 +84,11 @@ def write_tables(path: Path, tables: Sequence[Table]) -> None:
     write_atomically(path, lambda file: file.write_text("\n".join(parts), encoding="utf-8"))
 
 
+def as_rate(per_second: float) -> str:
+    """Return a rate with about three digits, such as 0.42, 12.3 or 29,150."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Return a time in words, such as 40 seconds, 3.5 minutes or 12.0 hours."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):

@@ -3,7 +3,7 @@
 import pytest
 
 from stop_mim.errors import InputError
-from stop_mim.tables import Table, write_tables
+from stop_mim.tables import Table, as_rate, write_tables
 
 TABLE = Table("Scores of a_b", ["variant", "|m̃|"], [["σ|1", "50% ± 2\\"]], "A & B.")
 
@@ -27,3 +27,8 @@ def test_latex(tmp_path):
 def test_other_forms_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"t\.xls.*\.md or \.tex"):
         write_tables(tmp_path / "t.xls", [TABLE])
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.4213, "0.421"), (12.34, "12.3"), (1234.5, "1,234"), (29_150, "29,150")])
+def test_rates_of_any_size_are_written_without_an_exponent(value, text):
+    assert as_rate(value) == text

@@ -24,7 +24,7 @@ from stop_mim.constraints import check_effects
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
 from stop_mim.records import write_json
-from stop_mim.tables import Table
+from stop_mim.tables import Table, as_rate
 from stop_mim.training.acceleration import CapturedStep, is_compiled, is_half
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
@@ -224,7 +224,7 @@ def step_table(report: BenchReport) -> Table:
     ]
     gaps = ["does not apply", "", ""] if gap is None else [_milliseconds(gap), "", f"{gap / whole.median:.1%}"]
     rows = [
-        ["images/s", _rate(rate.median), f"{_rate(rate.low)} to {_rate(rate.high)}", ""],
+        ["images/s", as_rate(rate.median), f"{as_rate(rate.low)} to {as_rate(rate.high)}", ""],
         ["step", _milliseconds(whole.median), _quartiles(whole), ""],
         *parts,
         ["  host gaps", *gaps],
@@ -248,10 +248,6 @@ def facts_table(report: BenchReport) -> Table:
         "torch": str(report.environment["packages"]["torch"]),
     }
     return Table("", ["what", "value"], [list(row) for row in rows.items()], names=2)
-
-
-def _rate(images: float) -> str:
-    return f"{images:,.{0 if images >= 1000 else 1}f}"
 
 
 def _milliseconds(seconds: float) -> str:

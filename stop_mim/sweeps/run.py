@@ -22,7 +22,7 @@ from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
-from stop_mim.tables import Table, duration
+from stop_mim.tables import Table, as_rate, duration
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import choose_device
@@ -158,7 +158,7 @@ def estimate(plan: Plan, jobs: Sequence[Job], left: Sequence[Job], console: Cons
             _say(console, f"Measuring a few steps of {job.variant} …")
             rates[kind] = images_per_second(config)
         total += config.optim.epochs * images / rates[kind]
-    speed = " to ".join(dict.fromkeys(f"{rate:,.0f}" for rate in (min(rates.values()), max(rates.values()))))
+    speed = " to ".join(dict.fromkeys(as_rate(rate) for rate in (min(rates.values()), max(rates.values()))))
     return total, f"{speed} images/s on {choose_device(plan.base.speed.device).type}, without reading images"
 
 

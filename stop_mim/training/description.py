@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stop_mim.models.objective import TargetObjective
-from stop_mim.tables import duration
+from stop_mim.tables import as_rate, duration
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import OptimConfig
 from stop_mim.training.recipes import RECIPES
@@ -40,7 +40,7 @@ def describe_run(
     measured = resumed = ""
     if trial is not None:
         rate, seconds = optim.batch_size / trial.seconds_per_step, total * trial.seconds_per_step
-        measured = f"{rate:,.3g} images/s, {trial.memory / 2**30:.1f} GiB; about {duration(seconds)} in all"
+        measured = f"{as_rate(rate)} images/s, {trial.memory / 2**30:.1f} GiB; about {duration(seconds)} in all"
     if trainer.done:
         resumed = f"{trainer.done:,} of {total:,} steps are done"
     lines = {

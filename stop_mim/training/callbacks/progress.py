@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn
 
 from stop_mim.errors import first_line, printable
+from stop_mim.tables import as_rate
 from stop_mim.training.run_folder import RunFolder, RunState
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
@@ -131,7 +132,7 @@ class ShowProgress(Callback):
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
         measured = trainer.measurements
         if "images_per_second" in measured:
-            self._speed = f"{measured['images_per_second']:,.3g} images/s"
+            self._speed = f"{as_rate(measured['images_per_second'])} images/s"
         if outcomes:
             self._loss = f"loss {trainer.loss:.4f}"
         if rare := [text.format(measured[name]) for name, text in SHOWN_WITH_STEP.items() if name in measured]:
