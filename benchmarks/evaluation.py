@@ -6,10 +6,10 @@ python benchmarks/evaluation.py agreement RUN DATA
 
 import argparse
 import json
+import os
 import resource
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,11 +21,13 @@ from stop_mim import create_encoder, load_encoder
 from stop_mim.benchmark.timing import wait_for
 from stop_mim.data.augment import TestView, normalise
 from stop_mim.data.image_source import ImageSource
+from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import open_task_data
-from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.features import LabelledFeatures, extract_features
 from stop_mim.evaluation.logistic import TrainingFeatures, choose_penalty
-from stop_mim.evaluation.probes import knn, linear_probe
-from stop_mim.evaluation.protocols import choose_protocol
+from stop_mim.evaluation.subject import Subject, feature_task
+from stop_mim.models.accuracy import top_accuracy
+from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks, choose_device
 
 
@@ -51,7 +53,7 @@ class Noise(ImageSource):
     def describe(self, index):
         return f"{self.name}#{index}"
 
-    def fingerprint(self):
+    def fingerprint(self, times=True):
         return self.name
 
     def stacked(self):
@@ -73,32 +75,45 @@ def clusters(count, dim, classes, device):
     return 0.15 * centres[labels] + torch.randn(count, dim, device=device, generator=generator), labels
 
 
-def by_name(scores):
-    return {score.name: score.value for score in scores}
+def feature_scores(task, train, labels, test, test_labels, classes, device, **options):
+    parts = LabelledFeatures.in_memory(train, labels), LabelledFeatures.in_memory(test, test_labels)
+    found = feature_task(task, classes, device, **options).scores(*parts)
+    return {score.name: score.value for score in found}
 
 
 def probe_speed(device, scale):
     count, test = int(50_000 * scale), int(10_000 * scale)
     features, labels = clusters(count + test, 384, 100, device)
-    sets = ({1: [features[:count]]}, labels[:count], {1: [features[count:]]}, labels[count:])
-    seconds, scores = timed(device, lambda: by_name(linear_probe(*sets, 100, device)))
+    sets = (features[:count], labels[:count], features[count:], labels[count:])
+    seconds, scores = timed(device, lambda: feature_scores("linear", *sets, 100, device))
     return {"linear probe, seconds": seconds, "images": count, "features": 384, "top1": scores["top1"]}
 
 
 def knn_speed(device, scale):
     count, queries = int(1_000_000 * scale), int(10_000 * scale)
     features, labels = clusters(count + queries, 768, 1000, device)
-    sets = ([features[:count]], labels[:count], [features[count:]], labels[count:])
-    seconds, scores = timed(device, lambda: by_name(knn(*sets, 1000, device, (10, 20, 100, 200))))
-    # Centred features double the work.
-    return {"kNN, seconds": seconds / 2, "keys": count, "queries": queries, "20-NN": scores["neighbours=20/top1"]}
+    sets = (features[:count], labels[:count], features[count:], labels[count:])
+    seconds, scores = timed(device, lambda: feature_scores("knn", *sets, 1000, device))
+    return {"kNN, seconds": seconds, "keys": count, "queries": queries, "20-NN": scores["neighbours=20/top1"]}
+
+
+def subject_of(encoder, device, **speed):
+    config = evaluate_config()(speed=SpeedConfig(**speed))
+    return Subject("encoder", encoder, None, config, Ranks(0, 1, 1, device))
+
+
+def extract(subject, source, size):
+    """Extract features into a cache of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["STOP_MIM_CACHE"] = folder
+        extract_features(subject, source, TestView((size, size)))
 
 
 def extraction_speed(device, scale, repeats=3):
     count, batch = int(65_536 * scale), 256
-    encoder = create_encoder("small", 224, 16).to(device).eval()
-    source = Noise(count, 224)
-    ranks, view = Ranks(0, 1, 1, device), TestView((224, 224))
+    encoder, source = create_encoder("small", 224, 16), Noise(count, 224)
+    subject = subject_of(encoder, device, batch_size_per_device=batch, workers=2)
+    encoder.to(device)
 
     def bare():
         images = normalise(source.images[:batch].to(device))
@@ -106,15 +121,11 @@ def extraction_speed(device, scale, repeats=3):
             for _ in range(max(1, count // batch)):
                 encoder.embed(images, 4)
 
-    def stored():
-        with tempfile.TemporaryDirectory() as folder:
-            extract_features(encoder, source, view, 4, ranks, Path(folder), batch)
-
     bare()
     ratios, rates = [], []
     for _ in range(repeats):
         bare_seconds, _ = timed(device, bare)
-        seconds, _ = timed(device, stored)
+        seconds, _ = timed(device, lambda: extract(subject, source, 224))
         ratios.append(bare_seconds / seconds)
         rates.append(count / seconds)
     return {
@@ -126,12 +137,10 @@ def extraction_speed(device, scale, repeats=3):
 
 def memory(device, scale):
     """Memory of the process with four times as many images."""
-    encoder = create_encoder("tiny", 32, 16).to(device).eval()
+    subject = subject_of(create_encoder("tiny", 32, 16), device, batch_size_per_device=512, workers=0)
     peaks = []
     for count in (int(65_536 * scale), int(262_144 * scale)):
-        source = Noise(count, 32, stacked=False)
-        with tempfile.TemporaryDirectory() as folder:
-            extract_features(encoder, source, TestView((32, 32)), 4, Ranks(0, 1, 1, device), Path(folder), 512, 0)
+        extract(subject, Noise(count, 32, stacked=False), 32)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
     return {"peak GiB of the process": peaks[0], "with four times the images": peaks[1]}
 
@@ -149,17 +158,10 @@ def speed(options):
 
 def agreement(options):
     device = choose_device(options.device)
-    encoder = load_encoder(options.encoder).to(device)
+    subject = subject_of(load_encoder(options.encoder), device)
     (data,) = open_task_data(options.data)
-    protocol = choose_protocol("auto", data.train.source, data.label, encoder.image_size)
-    parts = []
-    for labelled in (data.train, data.test):
-        view = protocol.test_view_of(encoder)
-        folder = features_folder(encoder_fingerprint(encoder), labelled.source, view, 1, device)
-        features = extract_features(encoder, labelled.source, view, 1, Ranks(0, 1, 1, device), folder)
-        chosen = torch.isin(features.indices, torch.from_numpy(labelled.indices)).nonzero()[:, 0][: options.most]
-        labels = torch.from_numpy(labelled.labels)[features.indices[chosen]]
-        parts += [features.rows(chosen).to(device), labels.to(device)]
+    found = [subject.features(part, subject.protocol(data)).last_layer(device) for part in (data.train, data.test)]
+    parts = [tensor[: options.most] for pair in found for tensor in pair]
     train, train_labels, test, test_labels = parts
     penalty = choose_penalty([train], train_labels, data.classes, device).penalty
     ours, probe = timed(device, lambda: TrainingFeatures([train], train_labels, data.classes, device).fit([penalty])[0])
@@ -169,14 +171,14 @@ def agreement(options):
     reference = LogisticRegression(C=1 / (penalty * len(train)), max_iter=20_000, tol=1e-7)
     reference.fit(scaler.transform(arrays[0]), arrays[1])
     linear = {
-        "linear, ours": 100 * probe.accuracy(test, test_labels),
+        "linear, ours": top_accuracy(probe.logits(test), test_labels),
         "scikit-learn": 100 * reference.score(scaler.transform(arrays[2]), arrays[3]),
         "penalty": penalty,
         "seconds": ours,
         "scikit-learn's": time.perf_counter() - start,
     }
     print(json.dumps(linear), flush=True)
-    found = by_name(knn([train], train_labels, [test], test_labels, data.classes, device, (20,)))
+    found = feature_scores("knn", *parts, data.classes, device)
     neighbours = KNeighborsClassifier(
         20, metric="cosine", algorithm="brute", weights=lambda distance: np.exp((1 - distance) / 0.07)
     ).fit(arrays[0], arrays[1])

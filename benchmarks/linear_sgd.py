@@ -22,15 +22,14 @@ from stop_mim.data.batches import Batch
 from stop_mim.data.labelled import LabelledSet, draw_per_class
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import open_task_data
-from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.features import LabelledFeatures, extract_features
 from stop_mim.evaluation.labelled_training import Conditions
 from stop_mim.evaluation.linear_heads import LinearTraining
-from stop_mim.evaluation.logistic import top_accuracy
-from stop_mim.evaluation.probes import linear_probe
 from stop_mim.evaluation.protocols import PROTOCOLS
-from stop_mim.evaluation.subject import Subject
+from stop_mim.evaluation.subject import Subject, feature_task
 from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
+from stop_mim.models.accuracy import top_accuracy
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 
@@ -54,7 +53,7 @@ class StoredTraining(LinearTraining):
     @torch.no_grad()
     def scores(self, features, labels):
         self.heads.eval()
-        return [100 * top_accuracy(logits, labels, 1) for logits in self.heads.logits(features).nan_to_num()]
+        return [top_accuracy(logits, labels) for logits in self.heads.logits(features)]
 
 
 def protocols(epochs):
@@ -73,13 +72,11 @@ def compare(encoder, data, stored, images_a_class, arguments, ranks):
     chosen = np.sort(draw_per_class(data.train.classes, images_a_class, arguments.seed, 0))
     train = LabelledSet(data.train.source, data.train.labels, data.train.indices[chosen])
     test_labels = torch.from_numpy(data.test.classes)
-    widths = {layers: layers * encoder.dim for layers in (1, 4)}
-    own = stored[0][train.indices]
-    parts = [{layers: [part[:, -width:]] for layers, width in widths.items()} for part in (own, stored[1])]
-    start, labels = time.perf_counter(), torch.from_numpy(train.classes)
-    sets = (parts[0], labels, parts[1], test_labels)
-    fast = [*linear_probe(*sets, data.classes, ranks.device, seed=arguments.seed)]
-    fast = {score.name: score.value for score in fast if score.metric == "top1"}
+    start = time.perf_counter()
+    task = feature_task("linear", data.classes, ranks.device, arguments.seed)
+    learned = LabelledFeatures.in_memory(stored[0][train.indices], torch.from_numpy(train.classes), 4)
+    found = task.scores(learned, LabelledFeatures.in_memory(stored[1], test_labels, 4))
+    fast = {score.name: score.value for score in found if score.metric == "top1"}
     print(f"{len(train)} images, fast: {fast['top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
     print({name: round(value, 2) for name, value in fast.items()}, flush=True)
     for name, protocol in protocols(arguments.epochs).items():
@@ -103,7 +100,7 @@ def end_to_end(name, arguments, ranks):
     config = evaluate_config()(protocol="generic", seed=arguments.seed, linear_sgd=options)
     encoder = load_encoder(name)
     encoder.image_size = (arguments.image_size,) * 2 if arguments.image_size else encoder.image_size
-    subject = Subject(name, encoder, None, config, ranks, lambda text: lambda done, total: None)
+    subject = Subject(name, encoder, None, config, ranks)
     data = open_task_data(arguments.data, arguments.test_data)[0]
     if arguments.classes:
         train, test = (part.part(np.flatnonzero(part.classes < arguments.classes)) for part in (data.train, data.test))
@@ -144,9 +141,9 @@ def main():
     if arguments.image_size is not None:
         encoder.image_size = (arguments.image_size, arguments.image_size)
     view, stored = TestView(encoder.image_size, None, encoder.mean, encoder.std), []
+    subject = Subject(arguments.encoder, encoder, None, evaluate_config()(), ranks)
     for part in (data.train, data.test):
-        folder = features_folder(encoder_fingerprint(encoder), part.source, view, 4, ranks.device)
-        features = extract_features(encoder, part.source, view, 4, ranks, folder)
+        features = extract_features(subject, part.source, view)
         assert len(features) == len(part.source), "this needs images that can all be read"
         stored.append(features.on(ranks.device))
     stored[1] = stored[1][data.test.indices]

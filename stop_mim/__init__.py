@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stop_mim.exchange.loading import load_encoder
     from stop_mim.library import evaluate, train
-    from stop_mim.masking import BlockwiseMasks, Masks, MultiBlockMasks, RandomMasks
+    from stop_mim.masking import BlockwiseMasks, Masks, MultiBlockMasks, RandomMasks, ReleasedMasks
     from stop_mim.models.data2vec import Data2Vec
-    from stop_mim.models.encoder import Encoder, create_encoder, save_encoder
+    from stop_mim.models.encoder import Encoder, create_encoder
+    from stop_mim.models.encoder_file import save_encoder
     from stop_mim.models.ijepa import IJEPA
     from stop_mim.models.mae import MAE
     from stop_mim.models.predictor import Predictor, context_projection
     from stop_mim.positions import (
-        JitteredPositions,
         LearnedPositions,
-        NoiseScale,
         Positions,
         SinCosPositions,
         StochasticPositions,
@@ -32,14 +31,13 @@ __all__ = [
     "BlockwiseMasks",
     "Data2Vec",
     "Encoder",
-    "JitteredPositions",
     "LearnedPositions",
     "Masks",
     "MultiBlockMasks",
-    "NoiseScale",
     "Positions",
     "Predictor",
     "RandomMasks",
+    "ReleasedMasks",
     "SinCosPositions",
     "StochasticPositions",
     "context_projection",
@@ -52,17 +50,16 @@ __all__ = [
 
 _HOMES = {
     "stop_mim.positions": (
-        "JitteredPositions",
         "LearnedPositions",
-        "NoiseScale",
         "Positions",
         "SinCosPositions",
         "StochasticPositions",
     ),
-    "stop_mim.masking": ("BlockwiseMasks", "Masks", "MultiBlockMasks", "RandomMasks"),
+    "stop_mim.masking": ("BlockwiseMasks", "Masks", "MultiBlockMasks", "RandomMasks", "ReleasedMasks"),
     "stop_mim.models.mae": ("MAE",),
     "stop_mim.models.data2vec": ("Data2Vec",),
-    "stop_mim.models.encoder": ("Encoder", "create_encoder", "save_encoder"),
+    "stop_mim.models.encoder": ("Encoder", "create_encoder"),
+    "stop_mim.models.encoder_file": ("save_encoder",),
     "stop_mim.models.predictor": ("Predictor", "context_projection"),
     "stop_mim.models.ijepa": ("IJEPA",),
     "stop_mim.exchange.loading": ("load_encoder",),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -16,8 +17,8 @@ from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import count_classes, distance_classes
-from stop_mim.evaluation.features import pixel_features, pooled_features
-from stop_mim.evaluation.probes import knn, linear_probe
+from stop_mim.evaluation.features import LabelledFeatures, pooled_features
+from stop_mim.evaluation.subject import feature_task
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, add_results, today
 from stop_mim.training.config import TrainConfig
@@ -30,7 +31,11 @@ LABELS = {"count": (count_classes, 100 / 8), "distance": (distance_classes, 100 
 LABELLED_SCENES = 1000
 TEST_SCENES = "scenes:count=5000,size=64"
 NEIGHBOURS = 20
-PROBES = {"linear": "linear", "knn": f"{NEIGHBOURS}-NN"}
+# The tasks with their options.
+PROBES: dict[str, dict[str, Any]] = {
+    "linear": {"standardise": (True,), "layers": (1,)},
+    "knn": {"neighbours": (NEIGHBOURS,)},
+}
 PIXELS = "pixels"
 
 
@@ -70,18 +75,17 @@ def evaluate(
     images[0] = images[0][:LABELLED_SCENES]
     encoders = {name: load_encoder(name) for name in (str(run), f"{UNTRAINED}{run}")}
     features = {name: [pooled_features(encoder, part) for part in images] for name, encoder in encoders.items()}
-    features[PIXELS] = [pixel_features(part) for part in images]
+    features[PIXELS] = [part.flatten(1).float() / 255 for part in images]
+    protocol, facts = {"name": "demo", "labels": LABELLED_SCENES}, {"date": today()}
     for encoder, (train_part, test_part) in features.items():
         for label, (classes_of, chance) in LABELS.items():
             train_labels, test_labels = (classes_of(source.labels[label]) for source in (train_source, test_source))
-            train_labels = train_labels[:LABELLED_SCENES]
-            rest = (int(train_labels.max()) + 1, torch.device("cpu"))
-            linear = linear_probe({1: [train_part]}, train_labels, {1: [test_part]}, test_labels, *rest, (True,))
-            neighbours = knn([train_part], train_labels, [test_part], test_labels, *rest, (NEIGHBOURS,))
-            for task, scores in (("linear", linear), ("knn", neighbours)):
-                protocol, facts = {"name": "demo", "labels": LABELLED_SCENES}, {"chance": chance, "date": today()}
-                data = config.data, TEST_SCENES
-                yield Evaluation(encoder, task, label, *data, protocol, config.seed, facts, scores=list(scores))
+            learned = LabelledFeatures.in_memory(train_part, train_labels[:LABELLED_SCENES])
+            tested = LabelledFeatures.in_memory(test_part, test_labels)
+            for task, options in PROBES.items():
+                probe = feature_task(task, int(learned.labels.max()) + 1, **options)
+                about = (encoder, task, label, config.data, TEST_SCENES, protocol, config.seed)
+                yield Evaluation(*about, {"chance": chance, **facts}, scores=list(probe.scores(learned, tested)))
 
 
 def show(evaluations: Sequence[Evaluation], run: Path, console: Console) -> None:
@@ -89,7 +93,7 @@ def show(evaluations: Sequence[Evaluation], run: Path, console: Console) -> None
     title = f"Frozen features, probes with {LABELLED_SCENES} labels: test accuracy in %"
     table = Table("features", title=title, title_justify="left")
     for label in LABELS:
-        for probe in PROBES.values():
+        for probe in ("linear", f"{NEIGHBOURS}-NN"):
             table.add_column(f"{label}\n{probe}", justify="right")
     names = {str(run): "StoP, trained", f"{UNTRAINED}{run}": "the same, untrained", PIXELS: "pixels"}
     for encoder, name in names.items():

@@ -6,8 +6,8 @@ how it is chosen and what is lost.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,8 +56,6 @@ class MaskSampler(Protocol):
     """Draws masks; `repr` describes the sampler in the log."""
 
     grid: Grid
-    context_tokens: int
-    target_tokens: int
 
     @property
     def has_fixed_counts(self) -> bool:
@@ -90,9 +88,10 @@ def _blockwise(config: MaskConfig, grid: Grid) -> MaskSampler:
 
 @MASKS.register("multiblock")
 def _multiblock(config: MaskConfig, grid: Grid) -> MaskSampler:
-    options = asdict(config)
-    del options["kind"], options["mask_ratio"]
-    return MultiBlockMasks(grid, **options)
+    ranges = (config.target_scale, config.target_aspect, config.context_scale, config.context_aspect)
+    if config.compat == "release":
+        return ReleasedMasks(grid, config.n_blocks, *ranges)
+    return MultiBlockMasks(grid, config.n_blocks, *ranges, config.target_tokens, config.context_tokens)
 
 
 class RandomMasks:
@@ -143,7 +142,7 @@ class BlockwiseMasks(RandomMasks):
 
     def _scores(self, batch_size: int, device: Device, generator: Generator) -> Float[Tensor, "batch patches"]:
         """Draw rectangles; the earlier a rectangle covers a patch, the larger its number."""
-        shapes = self._shapes.to(torch.device(device)).draw((batch_size, BLOCKWISE_DRAWS), generator)
+        shapes = self._shapes.on(device).draw((batch_size, BLOCKWISE_DRAWS), generator)
         blocks = _place_blocks(shapes, self.grid, generator)
         numbers = torch.arange(BLOCKWISE_DRAWS, device=blocks.device)[:, None]
         first = torch.where(blocks, numbers, BLOCKWISE_DRAWS).amin(1)
@@ -165,9 +164,9 @@ class MultiBlockMasks:
         context_aspect: smallest and largest height over width of the context block.
         target_tokens: fixed count of patches per target block; by default nine blocks in ten have enough.
         context_tokens: fixed count of patches per context; by default nineteen layouts in twenty leave enough.
-        compat: "release" samples as the released I-JEPA and StoP code does, with its defects.
-        min_context: fewest context patches that the release's sampler accepts before it draws again.
     """
+
+    has_fixed_counts = True
 
     def __init__(
         self,
@@ -179,22 +178,15 @@ class MultiBlockMasks:
         context_aspect: Range = (1.0, 1.0),
         target_tokens: int | None = None,
         context_tokens: int | None = None,
-        compat: Literal["release"] | None = None,
-        min_context: int = 11,
     ) -> None:
-        self._ranges = (target_scale, target_aspect, context_scale, context_aspect)
+        ranges = (target_scale, target_aspect, context_scale, context_aspect)
         # It checks the values.
-        MaskConfig("multiblock", n_blocks, *self._ranges, target_tokens, context_tokens)
-        self.grid, self.n_blocks, self.compat, self.min_context = as_grid(grid), n_blocks, compat, min_context
+        MaskConfig("multiblock", n_blocks, *ranges, target_tokens, context_tokens)
+        self.grid, self.n_blocks, self._target_scale = as_grid(grid), n_blocks, target_scale
         self._target_shapes = BlockShapes.of(self.grid, target_scale, target_aspect)
         self._context_shapes = BlockShapes.of(self.grid, context_scale, context_aspect)
-        self._tables: dict[torch.device, tuple[BlockShapes, BlockShapes]] = {}
         self._fix_target_tokens(target_tokens)
         self._fix_context_tokens(context_tokens)
-
-    @property
-    def has_fixed_counts(self) -> bool:
-        return self.compat is None
 
     def _fix_target_tokens(self, wanted: int | None) -> None:
         areas = self._target_shapes.areas()
@@ -224,17 +216,12 @@ class MultiBlockMasks:
             most = int(available.float().quantile(1 - least, interpolation="lower"))
             raise InputError(
                 f"The masks do not fit a grid of {_grid_name(self.grid)} patches: {self.n_blocks} target blocks of scale "
-                f"{self._ranges[0]} leave {most} context patches, fewer than {max(1, self.context_tokens)}; use smaller or "
+                f"{self._target_scale} leave {most} context patches, fewer than {max(1, self.context_tokens)}; use smaller or "
                 "fewer blocks, fewer masks.context_tokens or smaller patches."
             )
 
     def sample(self, batch_size: int, device: Device = "cpu", generator: Generator = None) -> Masks:
-        """Draw masks for a batch; the generator must be on the same device.
-
-        The release's masks depend on all images of the batch: draw them for `RELEASE_IMAGES` images.
-        """
-        if self.compat == "release":
-            return self._sample_release(batch_size, device, generator)
+        """Draw masks for a batch; the generator must be on the same device."""
         targets, context = self._draw_layouts(batch_size, device, generator)
         scores = torch.rand(targets.shape, device=device, generator=generator)
         chosen = scores.masked_fill(~targets, -1.0).topk(self.target_tokens, dim=-1).indices
@@ -263,29 +250,65 @@ class MultiBlockMasks:
     def _draw_blocks(
         self, layouts: int, device: Device, generator: Generator
     ) -> tuple[Bool[Tensor, "layouts blocks patches"], Bool[Tensor, "layouts patches"]]:
-        target_shapes, context_shapes = self._tables_on(torch.device(device))
-        targets = target_shapes.draw((layouts, self.n_blocks), generator)
-        context = context_shapes.draw((layouts, 1), generator)
+        targets = self._target_shapes.on(device).draw((layouts, self.n_blocks), generator)
+        context = self._context_shapes.on(device).draw((layouts, 1), generator)
         return _place_blocks(targets, self.grid, generator), _place_blocks(context, self.grid, generator)[:, 0]
 
-    def _tables_on(self, device: torch.device) -> "tuple[BlockShapes, BlockShapes]":
-        if device not in self._tables:
-            self._tables[device] = (self._target_shapes.to(device), self._context_shapes.to(device))
-        return self._tables[device]
+    def __repr__(self) -> str:
+        return (
+            f"MultiBlockMasks(grid={_grid_name(self.grid)}, context {self.context_tokens} of "
+            f"{self.mean_context_available:.0f} tokens, targets {self.n_blocks} x {self.target_tokens} of "
+            f"{self.mean_block_area:.0f})"
+        )
 
-    def _sample_release(self, batch_size: int, device: Device, generator: Generator) -> Masks:
-        """Sample as the released code: one shape a batch, no last row or column, contexts cut in raster order.
 
-        A context that is too small is drawn again, image by image; after `RELEASE_DRAWS` draws it may cover the last target
-        block, then the last two, and so on.
-        """
+class ReleasedMasks:
+    """The masks of the released I-JEPA and StoP code, with its defects.
+
+    All blocks of a batch have one shape, no block reaches the last row or column, and contexts are cut to the shortest of
+    the batch, in raster order. The masks depend on all images of the batch: draw them for `RELEASE_IMAGES` images.
+
+    A context that is too small is drawn again, image by image; after `RELEASE_DRAWS` draws it may cover the last target
+    block, then the last two, and so on.
+
+    Args:
+        grid: rows and columns of patches.
+        n_blocks: target blocks an image.
+        target_scale: smallest and largest area of a target block, as a fraction of the grid's.
+        target_aspect: smallest and largest height over width of a target block.
+        context_scale: smallest and largest area of the context block.
+        context_aspect: smallest and largest height over width of the context block.
+        min_context: fewest patches of a context that is not drawn again.
+    """
+
+    has_fixed_counts = False
+
+    def __init__(
+        self,
+        grid: Grid | int,
+        n_blocks: int = 4,
+        target_scale: Range = (0.15, 0.2),
+        target_aspect: Range = (0.75, 1.5),
+        context_scale: Range = (0.85, 1.0),
+        context_aspect: Range = (1.0, 1.0),
+        min_context: int = 11,
+    ) -> None:
+        self.grid, self.n_blocks, self.min_context = as_grid(grid), n_blocks, min_context
+        self._ranges = (target_scale, target_aspect, context_scale, context_aspect)
+        # It checks the values.
+        MaskConfig("multiblock", n_blocks, *self._ranges)
+        # A grid that is too small is an error here, not in the first step.
+        self.sample(1, generator=torch.Generator().manual_seed(0))
+
+    def sample(self, batch_size: int, device: Device = "cpu", generator: Generator = None) -> Masks:
+        """Draw masks for a batch; the generator must be on the same device."""
         target_scale, target_aspect, context_scale, context_aspect = self._ranges
-        target_shape = self._release_shape(target_scale, target_aspect, device, generator)
-        context_shape = self._release_shape(context_scale, context_aspect, device, generator)
-        targets = self._release_blocks((batch_size, self.n_blocks), target_shape, device, generator)
+        target_shape = self._shape(target_scale, target_aspect, device, generator)
+        context_shape = self._shape(context_scale, context_aspect, device, generator)
+        targets = self._blocks((batch_size, self.n_blocks), target_shape, device, generator)
         context = torch.zeros_like(targets[:, 0])
         for kept_out in range(self.n_blocks, -1, -1):
-            drawn = self._release_blocks((batch_size, RELEASE_DRAWS), context_shape, device, generator)
+            drawn = self._blocks((batch_size, RELEASE_DRAWS), context_shape, device, generator)
             drawn &= ~targets[:, :kept_out].any(1, keepdim=True)
             first = (drawn.sum(-1) >= self.min_context).int().argmax(1)
             is_short = context.sum(1, keepdim=True) < self.min_context
@@ -299,7 +322,7 @@ class MultiBlockMasks:
             "smaller patches, or masks.compat None."
         )
 
-    def _release_shape(self, scale: Range, aspect: Range, device: Device, generator: Generator) -> tuple[int, int]:
+    def _shape(self, scale: Range, aspect: Range, device: Device, generator: Generator) -> tuple[int, int]:
         """Draw height and width of a block from one random number."""
         chance = float(torch.rand((), device=device, generator=generator))
         area = int(math.prod(self.grid) * (scale[0] + chance * (scale[1] - scale[0])))
@@ -307,7 +330,7 @@ class MultiBlockMasks:
         height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         return max(1, min(height, self.grid[0] - 1)), max(1, min(width, self.grid[1] - 1))
 
-    def _release_blocks(
+    def _blocks(
         self, count: tuple[int, int], shape: Grid, device: Device, generator: Generator
     ) -> Bool[Tensor, "batch blocks patches"]:
         """Place blocks of one shape, never in the last row or column."""
@@ -321,13 +344,7 @@ class MultiBlockMasks:
         return _block_masks(corners, torch.tensor(shape, device=device).expand_as(corners), self.grid)
 
     def __repr__(self) -> str:
-        if self.compat == "release":
-            return f"MultiBlockMasks(grid={_grid_name(self.grid)}, {self.n_blocks} blocks, compat=release)"
-        return (
-            f"MultiBlockMasks(grid={_grid_name(self.grid)}, context {self.context_tokens} of "
-            f"{self.mean_context_available:.0f} tokens, targets {self.n_blocks} x {self.target_tokens} of "
-            f"{self.mean_block_area:.0f})"
-        )
+        return f"ReleasedMasks(grid={_grid_name(self.grid)}, {self.n_blocks} blocks)"
 
 
 @dataclass(frozen=True)
@@ -336,6 +353,7 @@ class BlockShapes:
 
     shapes: Int[Tensor, "n_shapes 2"]
     probabilities: Float[Tensor, "n_shapes"]
+    _copies: dict[torch.device, "BlockShapes"] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(grid: Grid, scale: Range, aspect: Range, resolution: int = 256) -> "BlockShapes":
@@ -364,8 +382,12 @@ class BlockShapes:
         large = self.areas() >= area
         return BlockShapes(self.shapes[large], self.probabilities[large] / self.probabilities[large].sum())
 
-    def to(self, device: torch.device) -> "BlockShapes":
-        return BlockShapes(self.shapes.to(device), self.probabilities.to(device))
+    def on(self, device: Device) -> "BlockShapes":
+        """Return the table on a device; it is copied there once."""
+        device = torch.device(device)
+        if device not in self._copies:
+            self._copies[device] = BlockShapes(self.shapes.to(device), self.probabilities.to(device))
+        return self._copies[device]
 
     def draw(self, count: tuple[int, int], generator: Generator) -> Int[Tensor, "layouts blocks 2"]:
         chance = torch.rand(count, device=self.shapes.device, generator=generator)

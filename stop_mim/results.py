@@ -18,7 +18,7 @@ RESULTS_FILE = "results.json"
 FORMAT = "stop-mim results 2"
 # Labels that names of scores leave out.
 USUAL_LABELS = ("class", "objects")
-# What comes before the name of an encoder with its initial weights.
+# Prefix of the name of an encoder with its initial weights.
 UNTRAINED = "untrained:"
 UNKNOWN = "–"
 # The 97.5th percentile of a normal distribution.

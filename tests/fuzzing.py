@@ -38,7 +38,7 @@ from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.build import build_encoder, build_objective
 from stop_mim.models.config import EncoderConfig, PositionsConfig, PredictorConfig
-from stop_mim.models.encoder import save_encoder
+from stop_mim.models.encoder_file import save_encoder
 from stop_mim.results import Evaluation, Score, add_results
 from stop_mim.training.callbacks.health import HealthSigns
 from stop_mim.training.checkpoint import Checkpoint, read_checkpoint, save_checkpoint
@@ -86,7 +86,7 @@ def write_run(folder, sigma=0.25):
         values = {f"health/{one.name}": step for one in fields(HealthSigns)}
         run.record(step, {"loss": 1.0 / step, "lr": 1e-3, "epoch": step / 4, "probe/knn_top1": 9.0 * step, **values})
     run.write_status("running", 3, 9)
-    weights = {f"model.{name}": tensor for name, tensor in build_objective(config, 9).state_dict().items()}
+    weights = {f"model.{name}": tensor for name, tensor in build_objective(config).state_dict().items()}
     save_checkpoint(Checkpoint(3, weights, {}), folder / "checkpoints" / "step-00000003.safetensors")
     scores = [Score("top1", 50.0, 1, {"lr": 0.1}, True, low=40.0, high=60.0)]
     more = ("linear", "class", "a", "a", {"name": "x"}, 0)

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from stop_mim.errors import InputError
-from stop_mim.masking import BlockShapes, BlockwiseMasks, MaskConfig, Masks, MultiBlockMasks, RandomMasks, build_masks
+from stop_mim.masking import (
+    BlockShapes,
+    BlockwiseMasks,
+    MaskConfig,
+    Masks,
+    MultiBlockMasks,
+    RandomMasks,
+    ReleasedMasks,
+    build_masks,
+)
 
 GRIDS = [(14, 14), (8, 8), (2, 32)]
 
@@ -119,8 +128,7 @@ def test_a_context_short_of_patches_holds_one_twice_and_not_a_target(monkeypatch
 
 
 def test_a_generator_makes_it_reproducible():
-    release = MultiBlockMasks(14, compat="release")
-    for sampler in (MultiBlockMasks((8, 16)), RandomMasks((8, 16)), BlockwiseMasks((8, 16)), release):
+    for sampler in (MultiBlockMasks((8, 16)), RandomMasks((8, 16)), BlockwiseMasks((8, 16)), ReleasedMasks(14)):
         first, second, other = (sampler.sample(9, generator=seeded(seed)) for seed in (5, 5, 6))
         assert torch.equal(first.context, second.context)
         assert torch.equal(first.targets, second.targets)
@@ -171,14 +179,14 @@ class TestRelease:
     """The released sampler's defects, each beside the corrected behaviour above."""
 
     def test_last_row_and_column_are_never_seen(self):
-        sampler = MultiBlockMasks(14, compat="release")
+        sampler = ReleasedMasks(14)
         batches = [sampler.sample(64, generator=seeded(seed)) for seed in range(20)]
         for indices in [batch.context for batch in batches] + [batch.targets for batch in batches]:
             assert (indices // 14).max() <= 12
             assert (indices % 14).max() <= 12
 
     def test_one_number_drives_scale_and_aspect(self):
-        sampler = MultiBlockMasks(14, compat="release")
+        sampler = ReleasedMasks(14)
         shapes = set()
         for seed in range(100):
             height, width = extents(sampler.sample(2, generator=seeded(seed)).targets, 14)
@@ -188,7 +196,7 @@ class TestRelease:
 
     @pytest.mark.parametrize("grid", [14, 8])
     def test_masks_are_distributed_as_in_plain_loops_image_by_image(self, grid):
-        sampler, draw = MultiBlockMasks(grid, compat="release"), random.Random(0)
+        sampler, draw = ReleasedMasks(grid), random.Random(0)
         ours = [sampler.sample(64, generator=seeded(seed)) for seed in range(50)]
         contexts = [masks.context for masks in ours], [released_batch(grid, 64, draw, least=11) for _ in range(50)]
         lengths = [[float(kept.shape[1]) for kept in of_one] for of_one in contexts]
@@ -211,7 +219,7 @@ class TestRelease:
 
     def test_a_layout_that_cannot_be_found_ends(self):
         with pytest.raises(InputError, match="released sampler finds no context of 60"):
-            MultiBlockMasks(8, compat="release", min_context=60).sample(4, generator=seeded())
+            ReleasedMasks(8, min_context=60)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +246,7 @@ def test_what_cannot_fit_is_refused_with_numbers(make, words):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.gpu
 def test_sampling_on_the_gpu_never_waits_for_it():
-    samplers = [MultiBlockMasks(14), RandomMasks(14)]
+    samplers = [MultiBlockMasks(14), RandomMasks(14), BlockwiseMasks(14)]
     generator = torch.Generator("cuda").manual_seed(0)
     for sampler in samplers:
         sampler.sample(64, device="cuda", generator=generator)
@@ -276,5 +284,6 @@ def test_one_rectangle_that_is_large_enough_is_the_only_one():
 def test_samplers_are_built_by_name():
     assert repr(build_masks(MaskConfig("random", mask_ratio=0.5), (4, 4))) == repr(RandomMasks(4, 0.5))
     assert repr(build_masks(MaskConfig(n_blocks=2), (8, 8))) == repr(MultiBlockMasks(8, n_blocks=2))
+    assert repr(build_masks(MaskConfig(n_blocks=2, compat="release"), (8, 8))) == repr(ReleasedMasks(8, n_blocks=2))
     with pytest.raises(InputError, match="'blockwize': did you mean 'blockwise'"):
         build_masks(MaskConfig("blockwize"), (8, 8))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources import source
 
 
 class Noise(ImageSource):
@@ -33,18 +33,13 @@ class Noise(ImageSource):
     def describe(self, index):
         return f"{self.name}#{index}"
 
-    def fingerprint(self):
+    def fingerprint(self, times=True):
         return f"{len(self):08x}"
 
 
-@SOURCES.register("noise")
-class NoiseKind(SourceKind):
-    help = "noise:COUNT"
-    prefix = "noise:"
-
-    @classmethod
-    def open(cls, name, split):
-        return Noise(int(name.removeprefix(cls.prefix)))
+@source("noise", help="noise:COUNT", prefix="noise:")
+def open_noise(count, split):
+    return Noise(int(count))
 """,
     "sweep_test_covariance": '''
 import torch

@@ -519,7 +519,7 @@ def _side_by_side(runs: Sequence[Path], noise: bool = True) -> list[RunRecords]:
 
 
 def _noisy(runs: Sequence[RunRecords]) -> list[RunRecords]:
-    noisy = [run for run in runs if run.noise.form not in ("none", "jittered")]
+    noisy = [run for run in runs if run.noise.form != "none"]
     if not noisy:
         raise InputError("No run has noise: name a run with stochastic positions and a sigma above 0.")
     return noisy
@@ -530,8 +530,6 @@ def _label(run: RunRecords) -> str:
     noise, tokens = run.noise, run.config.positions.apply_to
     if noise.form == "none":
         return "learned positions" if run.config.positions.kind == "learned" else "fixed positions"
-    if noise.form == "jittered":
-        return f"jittered by {noise.sigma:g} patches"
     to = "" if tokens == "masked" else f", {tokens} tokens"
     return f"{_form(noise)}, σ = {noise.sigma:g}{to}"
 

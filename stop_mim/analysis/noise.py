@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.errors import InputError
-from stop_mim.positions import JitteredPositions, Positions, SinCosPositions, StochasticPositions, sincos_frequencies
+from stop_mim.positions import Positions, SinCosPositions, StochasticPositions, sincos_frequencies
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,14 @@ def effective_rank(eigenvalues: Float[Tensor, " dim"]) -> float:
     return math.exp(torch.special.entr(values / values.sum()).sum().item())
 
 
-def has_covariance(positions: Positions) -> bool:
-    """Return whether positions have noise with a covariance Σ."""
-    return isinstance(positions, StochasticPositions) and positions.apply_to != "none"
-
-
 @torch.no_grad()
 def noise_spectrum(positions: Positions) -> NoiseSpectrum:
-    """Return the spectrum of Σ; positions without Σ are an InputError."""
-    if not isinstance(positions, StochasticPositions) or not has_covariance(positions):
-        raise InputError("These positions have no covariance of noise: name a run with stochastic positions.")
+    """Return the spectrum of Σ; positions without noise are an InputError."""
+    if not isinstance(positions, StochasticPositions) or not positions.noise_power() > 0:
+        raise InputError("These positions have no noise: name a run with stochastic positions and a sigma above 0.")
     # In double precision, so that small eigenvalues are not lost next to large ones.
     A = positions.covariance.factor().double()
-    covariance = positions.noise_std.double().square() * A @ A.T
+    covariance = positions.noise_std**2 * A @ A.T
     eigenvalues = torch.linalg.eigvalsh(covariance).flip(0).clamp(min=0)
     variances = covariance.diagonal()
     waves = isinstance(positions.base, SinCosPositions)
@@ -87,10 +82,7 @@ def noisy_positions(
     indices = torch.full((1, draws), patch)
     with torch.no_grad():
         if isinstance(positions, StochasticPositions):
-            # The release adds a bias to masked tokens; context tokens have the position alone.
-            return positions.sample(indices, tokens="context", generator=generator)[0]
-        if isinstance(positions, JitteredPositions):
-            return positions.sample(indices, generator=generator)[0]
+            return positions.sample(indices, generator)[0]
         return positions(indices)[0]
 
 
@@ -129,7 +121,7 @@ def identified(positions: StochasticPositions, generator: torch.Generator, draws
     """
     table = positions.table().double()
     patches = torch.arange(len(table)).repeat_interleave(draws)
-    samples = positions.sample(patches[None], tokens="context", generator=generator)[0].double()
+    samples = positions.sample(patches[None], generator)[0].double()
     covariance = positions.covariance_matrix().double()
     # Σ may be singular: directions without noise count as precise to the rounding of single precision.
     floor = 1e-9 * covariance.trace().clamp(min=1e-9)

@@ -36,7 +36,7 @@ def sample_images(run: RunRecords, count: int) -> UInt8[Tensor, "n 3 height widt
     """Return images of the run's data, evenly spread over it, at the size of its encoder."""
     source = open_source(run.config.data)
     size = run.config.encoder.image_size
-    return torch.stack([fitted(read_or_next(source, index)[0], size) for index in _chosen(len(source), count)])
+    return torch.stack([fitted(read_or_next(source, index), size) for index in _chosen(len(source), count)])
 
 
 def sample_pictures(run: RunRecords, count: int) -> UInt8[Tensor, "n 3 height width"]:

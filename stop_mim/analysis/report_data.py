@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from stop_mim.analysis.noise import has_covariance, noise_spectrum, similarity_maps
+from stop_mim.analysis.noise import noise_spectrum, similarity_maps
 from stop_mim.analysis.predictions import (
     fitted,
     patch_features,
@@ -47,7 +47,6 @@ MEASUREMENTS = (
     ("loss", "lr", "Learning rate", ""),
     ("loss", "weight_decay", "Weight decay", ""),
     ("loss", "ema_momentum", "Momentum of the target encoder", ""),
-    ("loss", "sigma", "Sigma", ""),
     ("loss", "gradient_norm", "Gradient norm", ""),
     ("loss", "images_per_second", "Images per second", ""),
     ("health", "health/rankme", "RankMe", "effective rank of the features; low means collapse"),
@@ -173,8 +172,9 @@ def model_data(run: RunRecords, pictures: Pictures, n_runs: int) -> ModelData:
 
 
 def _spectrum(positions: Positions) -> Plain | None:
-    if not has_covariance(positions) or not (found := noise_spectrum(positions)).trace > 0:
+    if not positions.noise_power() > 0:
         return None
+    found = noise_spectrum(positions)
     # Where Σ is singular, the other directions hold rounding errors only.
     eigenvalues = found.eigenvalues[found.eigenvalues > NEGLIGIBLE_VARIANCE * found.eigenvalues[0]]
     y = [rounded(value) for value in eigenvalues.tolist()]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stop_mim.errors import InputError
-from stop_mim.models.build import build_objective
+from stop_mim.exchange.loading import objective_of
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
 from stop_mim.records import from_plain, read_record
@@ -19,7 +19,6 @@ from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_r
 from stop_mim.sweeps.grid import changes
 from stop_mim.sweeps.plan import PLAN_FILE, SCORES_FILE, WITHOUT_EFFECT
 from stop_mim.sweeps.summary import Spread, spread
-from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder, read_metrics
 
@@ -31,7 +30,7 @@ ONLINE = ("probe/linear_top1", "probe/knn_top1")
 INCIDENTAL = {"out", "seed", "stop_after_steps"}
 # Fields that describe the noise, and those without meaning where there is none.
 NOISE = {"positions.kind", "positions.sigma", "positions.covariance"}
-NOISE_DETAILS = {f"positions.{name}" for name in ("sigma_start", "sigma_schedule", "apply_to", "conditioned")}
+NOISE_DETAILS = {"positions.apply_to"}
 
 Key = TypeVar("Key")
 
@@ -112,8 +111,6 @@ class RunRecords:
     def noise(self) -> Noise:
         """The noise that the config asks for."""
         positions = self.config.positions
-        if positions.kind == "jittered":
-            return Noise("jittered", positions.jitter_scale)
         silent = positions.kind != "stochastic" or positions.sigma == 0 or positions.apply_to == "none"
         return Noise("none", 0.0) if silent else Noise(positions.covariance, positions.sigma)
 
@@ -141,21 +138,7 @@ class RunRecords:
             raise InputError(
                 f"The run {self.path} has no checkpoint: train it until it has saved one, or leave it out."
             )
-        checkpoint = read_checkpoint(newest)
-        # Schedules of sigma depend on the number of steps of the whole run.
-        objective = build_objective(self.config, max(1, self.total_steps or 1)).eval()
-        tensors = {
-            name.removeprefix("model."): t for name, t in checkpoint.tensors.items() if name.startswith("model.")
-        }
-        try:
-            objective.load_state_dict(tensors, strict=True)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise InputError(
-                f"The checkpoint {newest} does not fit its run's config ({reason}): restore it."
-            ) from error
-        objective.positions.set_step(max(0, checkpoint.step - 1))
-        return objective
+        return objective_of(newest)
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -263,7 +246,7 @@ def check_comparable(runs: Sequence[RunRecords], forms: Sequence[str] | None = N
     seen: dict[tuple[Noise, int], RunRecords] = {}
     for run in runs:
         noise, positions = run.noise, run.config.positions
-        if positions.kind in ("learned", "jittered") or noise.form not in ("none", *(forms or [noise.form])):
+        if positions.kind == "learned" or noise.form not in ("none", *(forms or [noise.form])):
             raise InputError(
                 f"The run {run.path} has {positions.kind} positions with the covariance '{positions.covariance}', which this "
                 "figure does not compare: leave it out."

@@ -1,6 +1,6 @@
 """Images, from a dataset to batches on a device.
 
-`sources/` opens a dataset by its name as an `ImageSource` (image_source.py). An order (order.py) says which images make a
-batch. `Batches` (batches.py) keeps them decoded in memory (stored.py) or streams them from worker processes (lookahead.py):
-it reads and decodes them (decode.py) and shows a view of them (augment.py).
+`sources/` opens a dataset by its name as an `ImageSource` (image_source.py). `Batches` (batches.py) brings its images to a
+device: an order (order.py) says which images make a batch, and a view (augment.py) what is shown of them. They are read from
+memory (stored.py), decoded by worker processes (streamed.py), or decoded on the GPU (gpu_decode.py).
 """

@@ -23,7 +23,7 @@ from stop_mim.seeds import derive_seed
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 STORED_TO_USED = 8 / 7
-"""Images of different sizes are stored this much larger than they are used, as 256 is to 224."""
+"""Images are stored, or resized for a centre crop, this much larger than they are used, as 256 is to 224."""
 
 Pixels = Float[Tensor, "b c h w"] | UInt8[Tensor, "b c h w"]
 Draws = Float64[Tensor, "b draws"]
@@ -72,17 +72,6 @@ def crop_boxes(sizes: Int[Tensor, "b 2"], draws: Draws, scale: Bounds, ratio: Bo
     central = torch.stack([widths / ratio[0], heights * ratio[1]], dim=1).round().minimum(known).clamp(min=1)
     centred = torch.cat([((known - central) / 2).floor(), central], dim=1)
     return torch.where(fits.any(dim=1, keepdim=True), torch.cat([corners, crops], dim=1), centred).to(sizes.dtype)
-
-
-def scale_boxes(
-    boxes: Int[Tensor, "b 4"], original_sizes: Int[Tensor, "b 2"], stored_size: tuple[int, int]
-) -> Int[Tensor, "b 4"]:
-    """Return the boxes in copies of the images squashed to `stored_size`; a box keeps at least one pixel each way."""
-    stored = _repeat_size(stored_size, len(boxes), boxes.device)
-    zoom = stored / original_sizes
-    starts = torch.minimum((boxes[:, :2] * zoom).round(), stored - 1)
-    ends = torch.maximum(((boxes[:, :2] + boxes[:, 2:]) * zoom).round(), starts + 1)
-    return torch.cat([starts, ends - starts], dim=1).to(boxes.dtype)
 
 
 def crop_and_resize(
@@ -244,24 +233,14 @@ class RandomCrop:
     def __post_init__(self) -> None:
         _check_size(self.size)
 
-    @property
-    def stored_size(self) -> tuple[int, int]:
-        """The size to which images of different sizes are squashed where they are stored."""
-        return round(self.size[0] * STORED_TO_USED), round(self.size[1] * STORED_TO_USED)
-
     def boxes(self, sizes: Int[Tensor, "b 2"], draws: Draws) -> Int[Tensor, "b 4"]:
         """Return the part that is seen of images of these sizes."""
         return crop_boxes(sizes, draws, self.config.crop_scale, self.config.crop_ratio)
 
-    def of_whole(
-        self, images: UInt8[Tensor, "b 3 h w"], draws: Draws, original_sizes: Int[Tensor, "b 2"] | None = None
-    ) -> Float[Tensor, "b 3 h2 w2"]:
-        """Return the view of whole images; where they were squashed, crops are drawn in their `original_sizes`."""
+    def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h2 w2"]:
+        """Return the view of whole images."""
         count, _, height, width = images.shape
-        if original_sizes is None:
-            boxes = self.boxes(_repeat_size((height, width), count, images.device), draws)
-        else:
-            boxes = scale_boxes(self.boxes(original_sizes, draws), original_sizes, (height, width))
+        boxes = self.boxes(_repeat_size((height, width), count, images.device), draws)
         flip = _choose(self.config.flip_probability, draws[:, _FLIP])
         crops = crop_and_resize(images, boxes, self.size, flip, self.interpolation)
         return self._recolour(crops.div_(255), draws)
@@ -304,10 +283,6 @@ class RandomCrop:
 class WholeImage(RandomCrop):
     """The whole image, resized, with the flip and the colours of `RandomCrop`."""
 
-    @property
-    def stored_size(self) -> tuple[int, int]:
-        return self.size
-
     def boxes(self, sizes: Int[Tensor, "b 2"], draws: Draws) -> Int[Tensor, "b 4"]:
         """Return the whole of each image."""
         return torch.cat([torch.zeros_like(sizes), sizes], dim=1)
@@ -334,20 +309,13 @@ class TestView:
         if self.resize_to is not None and self.resize_to < max(self.size):
             raise InputError(f"resize_to is {self.resize_to}: a crop of {self.size} needs at least {max(self.size)}.")
 
-    @property
-    def stored_size(self) -> tuple[int, int] | None:
-        """The size to which images of different sizes may be squashed where they are stored; None if they may not."""
-        return self.size if self.resize_to is None else None
-
     def cut(self, images: UInt8[Tensor, "*b 3 h w"]) -> UInt8[Tensor, "*b 3 h2 w2"]:
         """Resize and cut one image or a batch, on its device."""
         size = list(self.size) if self.resize_to is None else [self.resize_to]
         resized = resize(images, size, InterpolationMode(self.interpolation), antialias=True)
         return resized if self.resize_to is None else center_crop(resized, list(self.size))
 
-    def of_whole(
-        self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None, original_sizes: Tensor | None = None
-    ) -> Float[Tensor, "b 3 h2 w2"]:
+    def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None) -> Float[Tensor, "b 3 h2 w2"]:
         """Return the view of whole images."""
         return self.of_cut(self.cut(images))
 

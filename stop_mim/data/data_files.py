@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from stop_mim.data.cache import cached_file, gib_from, record_path
+from stop_mim.data.cache import cached_file, gib_from
 from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, Labels, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
@@ -31,7 +31,7 @@ BLOCKS_KEPT = 2 * BLOCKS_TOGETHER + BLOCKS_AHEAD
 ATTEMPTS = 4
 # What a store calls the version of a file; the first that it has.
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
-# Bytes that `contents` depends on: places in a file, and all places together.
+# Bytes that a fingerprint depends on: places in a file, and all places together.
 SAMPLES_A_FILE, SAMPLES, BYTES_A_SAMPLE = 64, 4096, 4096
 
 Result = TypeVar("Result")
@@ -92,13 +92,12 @@ class DataFile:
             self.require_unchanged()
 
         folder, key = "remote" if self.is_remote else "arrow", digest([self.name, *self.identity(SAMPLES_A_FILE)])
-        file = cached_file(f"{folder}/{key}{ending}", convert, checked=False)
+        path = cached_file(f"{folder}/{key}{ending}", convert)
         if self.is_remote:
             with suppress(FileNotFoundError):
-                os.utime(file.path)
-            if file.fresh:
-                _forget_oldest(file.path.parent)
-        return file.path
+                os.utime(path)
+            _forget_oldest(path.parent)
+        return path
 
     def fetched(self, ending: str) -> Path:
         """Return the file on this machine."""
@@ -133,13 +132,7 @@ class FilesSource(ImageSource):
         file = int(np.searchsorted(self._ends, index, side="right"))
         return file, index - (int(self._ends[file - 1]) if file else 0)
 
-    def fingerprint(self) -> str:
-        return self._digest(times=True)
-
-    def contents(self) -> str:
-        return self._digest(times=False)
-
-    def _digest(self, times: bool) -> str:
+    def fingerprint(self, times: bool = True) -> str:
         samples = max(1, min(SAMPLES_A_FILE, SAMPLES // len(self.files)))
         return digest(part for file in self.files for part in file.identity(samples, times))
 
@@ -268,11 +261,10 @@ def _forget_oldest(folder: Path) -> None:
     for path in folder.iterdir():
         # Another thread or process may remove files at the same time.
         with suppress(FileNotFoundError):
-            if path.suffix != ".json" and path.name[0] != ".":
+            if path.name[0] != ".":
                 states.append((path, path.stat()))
     states.sort(key=lambda item: item[1].st_mtime_ns, reverse=True)
     for number, (path, state) in enumerate(states):
         total += state.st_size
         if total > limit and number >= BLOCKS_KEPT:
-            record_path(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Encoded images to RGB pixels, on the CPU or on a GPU. Every failure is a BadImage with a reason, never a warning.
+"""Encoded images to RGB pixels, on the CPU. Every failure is a BadImage with a reason, never a warning.
 
-Usual JPEGs go through torchvision's libjpeg (or nvJPEG), everything else through Pillow. Transparent pixels are put on
+Usual JPEGs go through torchvision's libjpeg, everything else through Pillow. Transparent pixels are put on
 white, 16-bit samples keep their high byte, EXIF orientation is applied, and of an animation the first frame is read.
 """
 
@@ -9,7 +9,7 @@ import io
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,7 @@ from PIL import ExifTags
 from torch import Tensor
 from torch.nn import functional
 
-from stop_mim.data.augment import Interpolation, crop_and_resize
+from stop_mim.data.augment import Interpolation
 from stop_mim.errors import first_line
 
 MAX_PIXELS = 2**26
@@ -32,15 +32,11 @@ IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif",
 
 SHRINKS = (8, 4)
 """Factors at which libjpeg decodes a smaller image; smaller factors take as long as the whole image."""
-GPU_MAX_PIXELS = 2**24
-"""Larger images are decoded on the CPU, which can decode them at a fraction of their size."""
-GPU_PIXELS_AT_ONCE = 2**24
-"""The most pixels that a GPU decodes, or crops, at once: this bounds the memory."""
 
 # Named, because Pillow would otherwise also try formats that run other programs (EPS).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _PILLOW_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
-_AS_RGB = 3  # torchvision's ImageReadMode.RGB
+AS_RGB = 3  # torchvision's ImageReadMode.RGB
 # EXIF orientations whose height and width are exchanged, and the dimensions that are flipped after that.
 _EXCHANGED = (5, 6, 7, 8)
 _FLIPPED = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}
@@ -51,8 +47,6 @@ _EXIF_SEGMENT, _EXIF = 0xE1, b"Exif\0\0"
 
 Box = tuple[int, int, int, int]
 """(top, left, height, width) in pixels."""
-GpuDecoder = Callable[[list[Tensor]], list[Tensor]]
-"""From encoded images (bytes on the CPU) to (3, height, width) bytes on the GPU; raises RuntimeError if one fails."""
 
 
 class BadImage(Exception):
@@ -98,12 +92,6 @@ class OpenedImage:
     def of_pixels(cls, pixels: UInt8[Tensor, "height width 3"]) -> "OpenedImage":
         """Open an image that is decoded already."""
         return cls(pixels, (pixels.shape[0], pixels.shape[1]))
-
-    @property
-    def suits_gpu(self) -> bool:
-        """Whether nvJPEG may decode it: a whole file (it would fill the rest with grey) in colour, not too large."""
-        height, width = self.size
-        return self.components == 3 and height * width <= GPU_MAX_PIXELS and _has_end(self.encoded)
 
     def decode(self) -> UInt8[Tensor, "height width 3"]:
         """Return the whole image; raises BadImage."""
@@ -270,105 +258,33 @@ def jpeg_header(encoded: bytes) -> tuple[int, int, int] | None:
     return None
 
 
-def _has_end(encoded: bytes) -> bool:
+def has_end(encoded: bytes) -> bool:
+    """Whether a JPEG ends as it should."""
     return encoded.rstrip(b"\0").endswith(b"\xff\xd9")
 
 
-def _as_tensor(encoded: bytes) -> UInt8[Tensor, " n"]:
+def as_tensor(encoded: bytes) -> UInt8[Tensor, " n"]:
+    """Return the bytes as a tensor."""
     return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
 
 def _decode_usual_jpeg(encoded: bytes) -> UInt8[Tensor, "height width 3"] | None:
-    decode = _torchvision_operator("decode_jpeg")
+    decode = torchvision_operator("decode_jpeg")
     # Where torchvision fails it leaks memory, so that it is not asked to decode files that were cut off.
-    if decode is None or not _has_end(encoded):
+    if decode is None or not has_end(encoded):
         return None
     try:
-        return decode(_as_tensor(encoded), _AS_RGB, False).permute(1, 2, 0)
+        return decode(as_tensor(encoded), AS_RGB, False).permute(1, 2, 0)
     except RuntimeError:
         return None
 
 
 @cache
-def _torchvision_operator(name: str) -> Callable[..., Any] | None:
+def torchvision_operator(name: str) -> Callable[..., Any] | None:
+    """Return a decoder of torchvision; None if it was built without."""
     # The function around the operator, which announces its removal at each call, costs half as much as a small image.
     try:
         importlib.import_module("torchvision.io")
         return getattr(torch.ops.image, name)
     except (ImportError, AttributeError):
         return None
-
-
-def decode_with_nvjpeg(encoded: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Decode JPEGs (bytes on the CPU) to (3, height, width) bytes on the GPU; raises RuntimeError if one fails."""
-    operator = _torchvision_operator("decode_jpegs_cuda")
-    if operator is None:
-        raise RuntimeError("torchvision comes without nvJPEG")
-    return operator(encoded, _AS_RGB, device)
-
-
-@cache
-def gpu_obstacle(device: torch.device) -> str:
-    """Return why torchvision's decoder does not work on this GPU, in a few words; "" if it does."""
-    colour = (200, 100, 50)
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", (32, 16), colour).save(buffer, "JPEG", quality=95)
-    try:
-        torch.cuda.synchronize(device)
-        (pixels,) = decode_with_nvjpeg([_as_tensor(buffer.getvalue())], device)
-        difference = pixels.cpu().int() - torch.tensor(colour)[:, None, None]
-    except RuntimeError as error:
-        return first_line(error)
-    right = pixels.shape == (3, 16, 32) and bool((difference.abs() < 8).all())
-    return "" if right else "it decodes wrongly"
-
-
-def decode_on_gpu(decoder: GpuDecoder, images: Sequence[OpenedImage]) -> list[Tensor | None]:
-    """Decode JPEGs; None for each failure. Failures are found by halving the list."""
-    try:
-        decoded = decoder([_as_tensor(image.encoded) for image in images])
-    except RuntimeError:
-        if len(images) == 1:
-            return [None]
-        half = len(images) // 2
-        return decode_on_gpu(decoder, images[:half]) + decode_on_gpu(decoder, images[half:])
-    pairs = zip(decoded, images, strict=True)
-    return [pixels if tuple(pixels.shape) == (3, *image.size) else None for pixels, image in pairs]
-
-
-def bounded_groups(areas: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """Split images of these (height, width) into groups that fit GPU_PIXELS_AT_ONCE when padded to one size."""
-    group: list[int] = []
-    height = width = 0
-    for place in sorted(range(len(areas)), key=lambda place: areas[place]):
-        taller, wider = max(height, areas[place][0]), max(width, areas[place][1])
-        if group and taller * wider * (len(group) + 1) > GPU_PIXELS_AT_ONCE:
-            yield group
-            group, (taller, wider) = [], areas[place]
-        group.append(place)
-        height, width = taller, wider
-    if group:
-        yield group
-
-
-def cut_each(
-    images: Sequence[Tensor], boxes: Sequence[Box], size: tuple[int, int], interpolation: Interpolation = "bilinear"
-) -> UInt8[Tensor, "batch 3 height width"]:
-    """Cut a box out of each image and resize it with antialiasing, on the images' device; image sizes may differ."""
-    crops = torch.empty(len(images), 3, *size, dtype=torch.uint8, device=images[0].device)
-    for group in bounded_groups([(box[2], box[3]) for box in boxes]):
-        stacked, inside = _stack([images[place] for place in group], [boxes[place] for place in group])
-        resized = crop_and_resize(stacked, inside.to(crops.device), size, None, interpolation).round_().clamp_(0, 255)
-        crops[torch.tensor(group, device=crops.device)] = resized.to(torch.uint8)
-    return crops
-
-
-def _stack(images: Sequence[Tensor], boxes: Sequence[Box]) -> tuple[Tensor, Tensor]:
-    if len({image.shape for image in images}) == 1:
-        return torch.stack(list(images)), torch.tensor(boxes)
-    height, width = max(box[2] for box in boxes), max(box[3] for box in boxes)
-    # Not filled outside of the crops: what is outside of a box has no weight.
-    canvas = images[0].new_empty(len(images), 3, height, width)
-    for place, (image, (top, left, tall, wide)) in enumerate(zip(images, boxes, strict=True)):
-        canvas[place, :, :tall, :wide] = image[:, top : top + tall, left : left + wide]
-    return canvas, torch.tensor([(0, 0, box[2], box[3]) for box in boxes])

@@ -50,12 +50,12 @@ class ImageSource(ABC):
         return f"{self.name}#{index}"
 
     @abstractmethod
-    def fingerprint(self) -> str:
-        """A short hexadecimal name of the contents: it changes when the data change."""
+    def fingerprint(self, times: bool = True) -> str:
+        """A short hexadecimal name of the contents: it changes when the data change.
 
-    def contents(self) -> str:
-        """Like `fingerprint`, but the same for a copy of the data: it depends on names, sizes and bytes, not on times."""
-        return self.fingerprint()
+        Args:
+            times: False gives a copy of the data the same name: times of files do not count, and more bytes are read.
+        """
 
     def image_name(self, index: int) -> str:
         """The name of the image in lists of images: its file's name where it has one, with / between folders."""
@@ -76,7 +76,7 @@ class ImageSource(ABC):
 
     def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
         """The image, or the first good one after it, for figures; synthetic images are rendered with that side."""
-        return read_or_next(self, index)[0]
+        return read_or_next(self, index)
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
@@ -121,10 +121,9 @@ def no_good_images(name: str, count: int) -> InputError:
     return InputError(f"None of the {count} images of '{name}' can be read: check the data.")
 
 
-def read_or_next(source: ImageSource, index: int) -> tuple[UInt8[Tensor, "3 height width"], list[str]]:
-    """Return the image, or the first good one after it, and the descriptions of the bad ones in between."""
-    opened, bad = first_good(source, index)
-    return opened.decode().permute(2, 0, 1), bad
+def read_or_next(source: ImageSource, index: int) -> UInt8[Tensor, "3 height width"]:
+    """Return the image, or the first good one after it."""
+    return first_good(source, index)[0].decode().permute(2, 0, 1)
 
 
 def common_size(source: ImageSource, images: np.ndarray | None = None) -> tuple[int, int] | None:

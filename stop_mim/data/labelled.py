@@ -69,18 +69,22 @@ def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[Labe
 def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
     """Return the indices of the images that a text file names, one a line, in its order.
 
-    A line is an image's name, or less of its path ("n01440764_10026.JPEG" for "n01440764/n01440764_10026.JPEG"), or
-    more of it; the extension may differ or be missing, and so may the synset that ImageNet's parquet files append
-    ("n01440764_10026_n01440764.JPEG"). Blank lines and lines that begin with # are skipped.
+    A line is an image's whole name ("n01440764/n01440764_10026.JPEG") or the name of its file alone
+    ("n01440764_10026.JPEG"). The extension may differ or be missing, and so may the synset that ImageNet's parquet files
+    append ("n01440764_10026_n01440764.JPEG"). Blank lines and lines that begin with # are skipped.
     """
     lines = _read_lines(path)
     # Only the names that a line may mean: the others are millions.
-    names: dict[str, dict[int, str]] = {_base_stem(line): {} for line in lines}
+    by_name: dict[str, list[int]] = {line: [] for line in lines}
+    by_stem: dict[str, list[int]] = {_stem(line): [] for line in lines}
     for index in range(len(source)):
         name = source.image_name(index)
-        if (stem := _base_stem(name)) in names:
-            names[stem][index] = name
-    matches = {line: _matches(line, names[_base_stem(line)]) for line in lines}
+        stem = _stem(name)
+        if name in by_name:
+            by_name[name].append(index)
+        for key in {stem, stem.rpartition("/")[2]} & by_stem.keys():
+            by_stem[key].append(index)
+    matches = {line: by_name[line] or by_stem[_stem(line)] for line in lines}
     if missing := [line for line, found in matches.items() if not found]:
         raise InputError(
             f"{len(missing)} of the {len(lines)} names in {path} are not in {source.name}, '{missing[0]}' first: give "
@@ -91,7 +95,7 @@ def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
         first, *others = matches[line]
         if others:
             which = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in (first, others[0]))
-            raise InputError(f"The name '{line}' in {path} may be {which} of {source.name}: give more of the path.")
+            raise InputError(f"The name '{line}' in {path} may be {which} of {source.name}: give the whole name.")
         if (before := line_of.setdefault(first, line)) is not line:
             name = source.image_name(first)
             raise InputError(f"{path} names the image '{name}' twice, as '{before}' and as '{line}': remove one line.")
@@ -150,21 +154,7 @@ def _read_lines(path: Path) -> list[str]:
     return names
 
 
-def _matches(line: str, names: dict[int, str]) -> list[int]:
-    """Return the indices with exactly this name, or else with the same name up to extension and leading folders."""
-    exact = [index for index, name in names.items() if name == line]
-    return exact or [index for index, name in names.items() if _agree(_stem(name), _stem(line))]
-
-
-def _agree(name: str, other: str) -> bool:
-    shorter, longer = sorted((name, other), key=len)
-    return longer == shorter or longer.endswith("/" + shorter.lstrip("/"))
-
-
 def _stem(name: str) -> str:
+    """Return a name without its extension and without a synset at its end."""
     stem, dot, extension = name.rpartition(".")
     return _SYNSET.sub("", stem if dot and extension.lower() in IMAGE_EXTENSIONS else name)
-
-
-def _base_stem(name: str) -> str:
-    return _stem(name.rpartition("/")[2])

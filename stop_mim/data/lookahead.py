@@ -12,14 +12,20 @@ from itertools import count, islice
 from multiprocessing import connection, parent_process
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.multiprocessing
+from jaxtyping import Int, UInt8
 from torch import Tensor
 
+from stop_mim.data.order import BLOCKS_AHEAD, Request
 from stop_mim.errors import InputError, first_line
 
+# Batches whose blocks are fetched before they are read.
+_FETCHED_AHEAD = 32
+
 Item = TypeVar("Item")
-Request = TypeVar("Request")
+Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
@@ -77,8 +83,89 @@ def _tensors(item: object) -> Iterator[Tensor]:
             yield from _tensors(getattr(item, field.name))
 
 
+def fetched(
+    requests: Iterable[Request], fetch: Callable[[int], object], ends: Int[np.ndarray, " blocks"]
+) -> Generator[Request, None, None]:
+    """Yield requests whose blocks have been fetched; a thread fetches the blocks of later requests.
+
+    Args:
+        requests: for images of a source.
+        fetch: fetches a block of the source, by its number.
+        ends: the end of each block.
+    """
+    waiting: deque[tuple[Request, set[int], Future[None]]] = deque()
+
+    def fetch_all(blocks: list[int]) -> None:
+        for block in blocks:
+            fetch(block)
+
+    def first() -> Request:
+        request, _, done = waiting.popleft()
+        done.result()
+        return request
+
+    fetcher = ThreadPoolExecutor(1, "fetch")
+    try:
+        for request in requests:
+            blocks = set(np.searchsorted(ends, request.indices.numpy(), side="right").tolist())
+            # More blocks than are kept must never be waited for.
+            while waiting and len(blocks.union(*(one for _, one, _ in waiting))) > BLOCKS_AHEAD:
+                yield first()
+            waiting.append((request, blocks, fetcher.submit(fetch_all, sorted(blocks))))
+            if len(waiting) > _FETCHED_AHEAD:
+                yield first()
+        while waiting:
+            yield first()
+    finally:
+        fetcher.shutdown(cancel_futures=True)
+
+
+class Slots:
+    """A ring of (parts of) batches in page-locked memory, from which they are copied to the device in the background.
+
+    Workers fill shared slots: new shared memory for every batch would cost them as much as resizing the images.
+    """
+
+    def __init__(self, count: int, shape: tuple[int, ...], device: torch.device, shared: bool) -> None:
+        pixels = torch.empty(count, *shape, dtype=torch.uint8)
+        self.pixels = pixels.share_memory_() if shared else pixels
+        self.device = device
+        self._locked = False
+        self._copied: list[torch.cuda.Event | None] = [None] * count
+        if device.type == "cuda":
+            # Page-locked memory is copied to the GPU in the background; where that is refused, the copy only takes longer.
+            refusal = torch.cuda.cudart().cudaHostRegister(self.pixels.data_ptr(), self.pixels.numel(), 0)
+            self._locked = int(refusal) == 0
+            if not self._locked:
+                # CUDA keeps the error, and the next kernel launch would report it.
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=device)
+
+    def close(self) -> None:
+        """Unlock the memory."""
+        if self._locked:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.cudart().cudaHostUnregister(self.pixels.data_ptr())
+
+    def copy(self, slot: int, target: UInt8[Tensor, "n _ _ _"]) -> None:
+        """Copy the images of a slot to the device."""
+        target.copy_(self.pixels[slot, : len(target)], non_blocking=True)
+        if self.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self.device))
+            self._copied[slot] = copied
+
+    def next(self, number: int) -> int:
+        """Return the slot of the piece of that number, once it may be filled again."""
+        slot = number % len(self._copied)
+        copied = self._copied[slot]
+        if copied is not None:
+            copied.synchronize()
+        return slot
+
+
 def mapped(
-    work: Callable[[Request], Result], requests: Iterable[Request], workers: int, ahead: int
+    work: Callable[[Work], Result], requests: Iterable[Work], workers: int, ahead: int
 ) -> Generator[Result, None, None]:
     """Yield `work(request)` in the order of the requests, computed by processes; with 0 workers by this process.
 

@@ -1,5 +1,7 @@
 """Which images are in which batch: a pure function of the batch's number, so that any batch can be the first."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from jaxtyping import Int
@@ -13,6 +15,13 @@ BLOCKS_TOGETHER = 16
 """Blocks whose images are mixed, where images are read block by block."""
 BLOCKS_AHEAD = 32
 """Blocks that are fetched before they are read, at most."""
+
+
+class Request(NamedTuple):
+    """The images of a batch, as positions in the source, and the epoch."""
+
+    epoch: int
+    indices: Int[Tensor, " batch"]
 
 
 class ShuffledOrder:

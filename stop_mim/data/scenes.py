@@ -4,15 +4,19 @@ Large tensors see only +, -, *, / and sqrt, which round alike in every vector la
 depend neither on the batch that it is rendered in nor on the number of threads.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float32, Int64, UInt8
 from torch import Tensor
 
+RENDERER_VERSION = 1
+"""Part of the cache's key: raise it when the same scene would have other pixels."""
 FEWEST_OBJECTS, MOST_OBJECTS = 3, 10
 HALF_VIEW = 0.31
 NEAREST, FARTHEST = (7.5, 10.5), 14.5
@@ -20,6 +24,10 @@ TEXELS = 128
 CLEAR_FRAMES = 48
 SAMPLES_PER_SIDE = 2
 REFERENCE_SIZE, VISIBLE_PIXELS = 64, 20
+# Scenes are drawn so many at a time; a chunk is a function of the seed and its number.
+CHUNK = 16
+RAYS_AT_ONCE = 1 << 17
+STILLS, VIDEOS = 0, 1
 
 # Each solid fills [-1, 1] along z: a(x² + y²) + bz² + cz + d <= 0, cut by planes n·p <= w. ENDLESS cuts nothing.
 ENDLESS = (0.0, 0.0, 1.0, 9.0)
@@ -41,6 +49,9 @@ QUADRICS = torch.tensor([quadric for quadric, _ in SOLIDS.values()])
 PLANES = torch.tensor([[*planes, *[ENDLESS] * (6 - len(planes))] for _, planes in SOLIDS.values()]).transpose(0, 1)
 SHORTEST = torch.tensor([1.0, 0.8, 0.8, 0.9, 0.8, 0.6, 0.9, 0.7])
 TALLEST = torch.tensor([1.0, 1.3, 1.4, 1.4, 1.3, 0.8, 1.3, 1.0])
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,97 @@ class Layout:
     def pick(self, scenes: Int64[Tensor, " m"]) -> "Layout":
         """Only these scenes, in this order; one may be asked for many times."""
         return Layout(**{field.name: getattr(self, field.name)[scenes] for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """Rendered scenes: mask 0 is the ground, 1 to count the objects; distances are to object centres."""
+
+    images: UInt8[Tensor, "n 3 size size"]
+    masks: UInt8[Tensor, "n size size"]
+    counts: Int64[Tensor, " n"]
+    nearest_distances: Float32[Tensor, " n"]
+
+
+def render_scenes(count: int, size: int = 64, seed: int = 0, first: int = 0) -> Scenes:
+    """Return scenes number `first` to `first + count` of the endless sequence of the seed."""
+    # Filled in place, so that nothing is held twice.
+    whole = Scenes(
+        images=torch.empty(count, 3, size, size, dtype=torch.uint8),
+        masks=torch.empty(count, size, size, dtype=torch.uint8),
+        counts=torch.empty(count, dtype=torch.long),
+        nearest_distances=torch.empty(count),
+    )
+
+    def render_chunk(chunk: int) -> None:
+        wanted = torch.arange(max(first, chunk * CHUNK), min(first + count, (chunk + 1) * CHUNK))
+        layout = _draw_chunk(seed, chunk).pick(wanted - chunk * CHUNK)
+        away = layout.centres - layout.eyes[:, None]
+        counted = torch.arange(MOST_OBJECTS) < layout.counts[:, None]
+        places = wanted - first
+        whole.counts[places] = layout.counts
+        whole.nearest_distances[places] = torch.where(counted, dot(away, away, axis=-1).sqrt(), torch.inf).amin(1)
+        for part in _groups(len(wanted), size):
+            whole.images[places[part]], whole.masks[places[part]] = render(layout.pick(part), size)
+
+    _in_threads(render_chunk, range(first // CHUNK, -(-(first + count) // CHUNK)))
+    return whole
+
+
+def render_video(
+    index: int, frames: int = 24, size: int = 128, seed: int = 0
+) -> tuple[UInt8[Tensor, "time 3 size size"], UInt8[Tensor, "time size size"]]:
+    """Return the frames and masks of clip number `index` of the seed: 2 to 4 moving objects that keep their numbers."""
+    clip = _draw_clip(seed, index, frames)
+    images, masks = zip(*_in_threads(lambda part: render(clip.pick(part), size), _groups(frames, size)), strict=True)
+    return torch.cat(images), torch.cat(masks)
+
+
+def _groups(count: int, size: int) -> tuple[Int64[Tensor, " _"], ...]:
+    """Return the numbers of `count` scenes in groups that bound the memory of rendering."""
+    return torch.arange(count).split(max(1, RAYS_AT_ONCE // (size * SAMPLES_PER_SIDE) ** 2))
+
+
+def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return the results in order, one item a thread: torch's own threads wait for one another after every operation."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(work, items))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _draw_chunk(seed: int, chunk: int) -> Layout:
+    """Return the scenes of one chunk; where an object is hidden only the places are drawn again, and labels stay."""
+    rng = np.random.default_rng([seed, STILLS, chunk])
+    counts = torch.from_numpy(rng.integers(FEWEST_OBJECTS, MOST_OBJECTS + 1, CHUNK))
+    nearest = uniform(rng, *NEAREST, CHUNK)
+    layout = replace(draw_layout(rng, CHUNK), counts=counts)
+    hidden = torch.arange(CHUNK)
+    while len(hidden):
+        places = draw_places(rng, layout, nearest)
+        layout = replace(layout, centres=layout.centres.index_copy(0, hidden, places[hidden]))
+        hidden = hidden[~all_visible(layout.pick(hidden))]
+    return layout
+
+
+def _draw_clip(seed: int, index: int, frames: int) -> Layout:
+    """Return the frames of a clip as scenes; the first frames do not depend on the number of frames."""
+    rng = np.random.default_rng([seed, VIDEOS, index])
+    some = int(rng.integers(2, 5))
+    layout = draw_layout(rng, 1)
+    layout = replace(layout, counts=torch.tensor([some]), extents=layout.extents * 1.25)
+    time = torch.arange(frames)[:, None]
+    drift, spin = uniform(rng, -0.02, 0.02, 1, 1), uniform(rng, -0.1, 0.1, 1, MOST_OBJECTS)
+    yaws = uniform(rng, 0.0, 2 * np.pi, 1, MOST_OBJECTS) + spin * time
+    shift = fold(drift * time, -0.5, 0.5) * torch.tensor([1.0, 0.0, 0.0])
+    while True:
+        walks = draw_walks(rng, layout, frames)
+        if all_visible(replace(layout, centres=walks[:1])).all():
+            break
+    clip = layout.pick(torch.zeros(frames, dtype=torch.long))
+    return replace(clip, centres=walks, turns=turns(yaws), eyes=clip.eyes + shift)
 
 
 def uniform(rng: np.random.Generator, low: float, high: float, *shape: int) -> Tensor:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, check_pixels, decode_image, image_size, quieten_pillow
 from stop_mim.data.image_source import digest
+from stop_mim.data.scenes import RENDERER_VERSION, render_video
 from stop_mim.data.sources.folder import sub_folders
-from stop_mim.data.sources.scenes import RENDERER_VERSION, parse_options, render_video
+from stop_mim.data.sources.scenes import parse_options
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import require_regular, write_atomically
 

@@ -160,7 +160,7 @@ def _baselines(
     few = config.untrained == "yes" or images <= MOST_IMAGES_OF_BASELINES
     if config.untrained == "no" or not few or not any(map(_frozen, tasks.values())):
         return []
-    runs = [name for name in names if Path(name).expanduser().is_dir() and run_of(name) is not None]
+    runs = [name for name in names if run_of(name) == Path(name).expanduser().resolve()]
     return [name for name in (f"{UNTRAINED}{run}" for run in runs) if name not in names]
 
 

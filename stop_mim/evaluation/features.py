@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,16 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import TestView, normalise, resize_batch
 from stop_mim.data.batches import Batches, Placement
-from stop_mim.data.cache import cache_folder, cached_file, is_cached, require_writable_cache
+from stop_mim.data.cache import cache_folder, cached_file, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
-from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
-from stop_mim.models.encoder import Encoder, FrozenEncoder
-from stop_mim.training.callbacks.probe import evaluation_mode
-from stop_mim.training.distributed import Ranks, wait_for_all
+from stop_mim.models.encoder import Encoder, FrozenEncoder, evaluation_mode
+from stop_mim.training.distributed import wait_for_all
+from stop_mim.training.inputs import workers_for
+
+if TYPE_CHECKING:
+    from stop_mim.evaluation.subject import Subject
 
 # Large enough for the disk's full speed, and small: the last chunk is written while nothing is computed.
 CHUNK_IMAGES = 4096
@@ -54,6 +56,11 @@ class Features:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def layers(self) -> int:
+        """How many last layers the features are of."""
+        return self.chunks[0].shape[1] // self.layer_dim
 
     def last(self, layers: int) -> "Features":
         """Return the features of the last layers only."""
@@ -94,6 +101,13 @@ class LabelledFeatures(NamedTuple):
     features: Features
     labels: Int[Tensor, " n"]
 
+    @classmethod
+    def in_memory(
+        cls, features: Float[Tensor, "n layers_times_dim"], labels: Int[Tensor, " n"], layers: int = 1
+    ) -> "LabelledFeatures":
+        """Return features that were computed elsewhere, with their classes; the last layer comes last."""
+        return cls(Features((features,), torch.arange(len(features)), features.shape[1] // layers), labels)
+
     def of_images(self, indices: Int64[np.ndarray, " m"]) -> "LabelledFeatures":
         """Return features and classes of the images with these indices."""
         part = self.features.of_images(indices)
@@ -127,49 +141,37 @@ def _numbers(layer: nn.Module) -> list[tuple[str, object]]:
 
 
 def features_folder(
-    fingerprint: str,
-    source: ImageSource,
-    view: TestView,
-    layers: int,
-    device: torch.device,
-    images: Int64[np.ndarray, " n"] | None = None,
+    subject: "Subject", source: ImageSource, view: TestView, images: Int64[np.ndarray, " n"] | None = None
 ) -> Path:
     """Return the cache folder of the features of all images, or of some; a GPU computes in bf16 and has its own folder."""
     seen = [source.fingerprint(), view.size, view.resize_to, view.interpolation]
     some = [] if images is None else [images.tobytes()]
-    key = digest([VERSION, fingerprint, *seen, layers, device.type, *some])
+    key = digest([VERSION, subject.fingerprint, *seen, subject.layers, subject.ranks.device.type, *some])
     return cache_folder() / "features" / key
 
 
 def extract_features(
-    encoder: FrozenEncoder,
-    source: ImageSource,
-    view: TestView,
-    layers: int,
-    ranks: Ranks,
-    folder: Path,
-    batch_size: int = IMAGES_AT_A_TIME,
-    workers: int = 2,
-    progress: Progress | None = None,
-    decoding: Progress | None = None,
-    images: Int64[np.ndarray, " n"] | None = None,
+    subject: "Subject", source: ImageSource, view: TestView, images: Int64[np.ndarray, " n"] | None = None
 ) -> Features:
     """Return the features of all images, or of some, in ascending order.
 
-    The chunks that the folder lacks are computed, each by one process.
+    The chunks that the cache lacks are computed, each by one process.
     """
+    ranks, speed, folder = subject.ranks, subject.config.speed, features_folder(subject, source, view, images)
     images = np.arange(len(source)) if images is None else images
     chunks = range(-(-len(images) // CHUNK_IMAGES))
-    mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not is_cached(_chunk_file(folder, c))]
+    mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
     if mine:
         require_writable_cache(folder)
         here = np.concatenate([images[c * CHUNK_IMAGES : (c + 1) * CHUNK_IMAGES] for c in mine])
         # The batch size divides the chunk size, so that no batch belongs to two chunks.
-        batch_size = next(size for size in range(batch_size, 0, -1) if CHUNK_IMAGES % size == 0)
-        order = SequentialOrder(here, batch_size)
-        batches = Batches(source, order, view, Placement(workers=workers), ranks.device, progress=decoding)
+        largest = speed.batch_size_per_device or IMAGES_AT_A_TIME
+        batch_size = next(size for size in range(largest, 0, -1) if CHUNK_IMAGES % size == 0)
+        order, placement = SequentialOrder(here, batch_size), Placement(workers=workers_for(speed, ranks))
+        decoding = subject.bar(f"decoding {source.name}")
+        batches = Batches(source, order, view, placement, ranks.device, progress=decoding)
         written: Future[None] | None = None
-        with ThreadPoolExecutor(1) as writer, closing(_embedded(encoder, batches, layers, progress)) as embedded:
+        with ThreadPoolExecutor(1) as writer, closing(_embedded(subject, batches)) as embedded:
             for chunk in mine:
                 parts = list(islice(embedded, CHUNK_IMAGES // batch_size))
                 # While a chunk is written the next one is computed.
@@ -179,21 +181,19 @@ def extract_features(
             if written is not None:
                 written.result()
     wait_for_all(ranks)
-    return _read_features(folder, len(chunks), encoder.dim, source.name)
+    return _read_features(folder, len(chunks), subject.encoder.dim, source.name)
 
 
 @torch.inference_mode()
-def _embedded(
-    encoder: FrozenEncoder, batches: Batches, layers: int, progress: Progress | None
-) -> Generator[tuple[Int[Tensor, " batch"], Tensor], None, None]:
+def _embedded(subject: "Subject", batches: Batches) -> Generator[tuple[Int[Tensor, " batch"], Tensor], None, None]:
     """Yield the numbers of images and their features."""
-    done = 0
+    encoder, done = subject.encoder.to(subject.ranks.device), 0
+    progress = subject.bar(f"{subject.name} features of {batches.source.name}")
     for images, _, numbers in batches.starting_at():
         with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):
-            features = encoder.embed(images, layers)
+            features = encoder.embed(images, subject.layers)
         done += len(numbers)
-        if progress is not None:
-            progress(done, batches.n_images)
+        progress(done, batches.n_images)
         # Half precision holds features after a norm; a value that it cannot hold is found when the chunk is written.
         yield numbers, features.half()
 
@@ -203,7 +203,7 @@ def _write_chunk(path: Path, parts: list[tuple[Tensor, Tensor]]) -> None:
     features = torch.cat([features for _, features in parts] or [torch.empty(0, 0, dtype=torch.half)])
     require_finite(features)
     tensors = {"features": features.cpu(), "indices": indices}
-    cached_file(str(path), lambda draft: save_file(tensors, draft), checked=False)
+    cached_file(str(path), lambda draft: save_file(tensors, draft))
 
 
 def require_finite(features: Tensor) -> None:
@@ -246,8 +246,3 @@ def pooled_features(
             images = normalise(resize_batch(batch.to(device), encoder.image_size), encoder.mean, encoder.std)
             parts.append(encoder.embed(images, layers).float())
     return torch.cat(parts)
-
-
-def pixel_features(pixels: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n dim"]:
-    """Return the pixels as they are: a baseline for representations."""
-    return pixels.flatten(1).float() / 255

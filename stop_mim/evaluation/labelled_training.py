@@ -23,6 +23,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.protocols import Protocol
 from stop_mim.evaluation.task import TOP
+from stop_mim.models.accuracy import top_hits
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed
@@ -44,7 +45,7 @@ LR_IMAGES = 256
 class Conditions:
     """The protocol, augmentation, seed, processes and device of a training.
 
-    Of `speed`, precision, batch_size_per_device, loader, decode and workers count. `retouch` changes each training image.
+    `speed` gives precision, batch_size_per_device, loader, decode and workers; `retouch` changes each training image.
     """
 
     protocol: Protocol
@@ -56,7 +57,7 @@ class Conditions:
 
 
 class LabelledTraining(Callback, ABC):
-    """Classifiers of labelled images in training: the step of a `Trainer`, and a callback that keeps the step's state.
+    """Trains classifiers on labelled images: the step of a `Trainer`, and the callback that saves its state.
 
     Args:
         model: the parameters that are trained, on the device.
@@ -166,25 +167,14 @@ class LabelledTraining(Callback, ABC):
         ranks, speed = self.ranks, self.speed
         at_a_time = speed.batch_size_per_device or IMAGES_AT_A_TIME
         order = SequentialOrder(data.indices, at_a_time, ranks.rank, ranks.world_size)
-        view, placement = (
-            self.conditions.protocol.test_view_of(self.encoder),
-            Placement(workers=workers_for(speed, ranks)),
-        )
+        view = self.conditions.protocol.test_view_of(self.encoder)
+        placement = Placement(workers=workers_for(speed, ranks))
         batches = Batches(data.source, order, view, placement, ranks.device, labels=data.labels)
         right = count = torch.zeros((), dtype=torch.float64, device=ranks.device)
         with closing(batches.starting_at()) as found:
             for images, labels, _ in found:
                 assert labels is not None
                 watch.moves()
-                right = right + _hits(self.predict(images), labels).sum(1)
+                right = right + top_hits(self.predict(images), labels, TOP).double().sum(1)
                 count = count + len(labels)
         return (100 * reduce_mean(right, ranks) / reduce_mean(count, ranks)).float()
-
-
-def _hits(
-    logits: Float[Tensor, "heads batch classes"], labels: Int[Tensor, " batch"]
-) -> Float[Tensor, "heads batch top"]:
-    ranked = logits.topk(min(max(TOP), logits.shape[2]), dim=2).indices == labels[:, None]
-    hits = torch.stack([ranked[:, :, :top].any(2) for top in TOP], dim=2)
-    # A head whose scores are not finite is never right.
-    return (hits & torch.isfinite(logits).all(2, keepdim=True)).double()

@@ -3,23 +3,32 @@
 Features that do not fit into the device's memory are read again, chunk by chunk, in every step of the search.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from sklearn.model_selection import StratifiedKFold
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from stop_mim.data.stored import Progress
 from stop_mim.evaluation.features import Chunks
+from stop_mim.models.accuracy import top_accuracy, top_hits
 from stop_mim.seeds import seeded_generator
 
 # Penalties per image; scikit-learn's C is 1 / (penalty · images).
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+LOW_SHOT_PENALTIES = (10.0, 1.0, *PENALTIES)
+# Where a class has a single image, nothing can be held out.
+DEFAULT_PENALTY = 1e-2
 HELD_OUT_FRACTION, MAX_HELD_OUT = 0.2, 50_000
+# With more images than this, one held-out part is as good as folds.
+FOLDS, MOST_FOLDED = 5, 2000
 # After each round the search is preconditioned again; it ends when a round improves no loss by more than this part of it.
 STEPS, STEPS_A_ROUND, HISTORY, IMPROVEMENT = 800, 50, 10, 1e-3
 # Bounds memory; changes no result.
@@ -32,11 +41,8 @@ STALLED_STEPS = 3
 Points = Float[Tensor, "problems dim"]
 Objective = Callable[[Points], tuple[Float[Tensor, " problems"], Points]]
 """Returns value and gradient of each problem at its point."""
-
-
-def top_accuracy(scores: Float[Tensor, "n classes"], labels: Int[Tensor, " n"], k: int) -> float:
-    """Return the fraction of the images whose class is among the k that score highest."""
-    return (scores.topk(k, dim=1).indices == labels[:, None]).any(1).double().mean().item()
+Draw = tuple[Float[Tensor, "_ dim"], Int[Tensor, " _"]]
+"""Features of some images, and their labels."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,6 @@ class LinearProbe:
     def logits(self, features: Float[Tensor, "n dim"]) -> Float[Tensor, "n classes"]:
         """Return the scores of the classes."""
         return F.linear((features.to(self.mean) - self.mean) / self.std, self.weight, self.bias)
-
-    def accuracy(self, features: Float[Tensor, "n dim"], labels: Int[Tensor, " n"]) -> float:
-        """Return the fraction of the images whose class has the highest score."""
-        return top_accuracy(self.logits(features), labels, 1)
 
 
 class TrainingFeatures:
@@ -191,6 +193,7 @@ def fit_stacked(
         if bool((before - values <= IMPROVEMENT * values).all()):
             break
         before = values
+    tick(STEPS, 0)
     return [[one.probe(weights) for weights in own] for one, own in zip(trainings, found, strict=True)]
 
 
@@ -216,7 +219,7 @@ def _statistics(chunks: Chunks, device: torch.device) -> tuple[Float[Tensor, " d
 
 @dataclass(frozen=True)
 class Chosen:
-    """A penalty, and the accuracy on held-out training images that it was chosen by."""
+    """A penalty, and the accuracy in percent on held-out training images that it was chosen by."""
 
     penalty: float
     held_out: float
@@ -246,10 +249,52 @@ def choose_penalty(
     used = [chunk[~part.to(chunk.device)] for chunk, part in zip(chunks, parts, strict=True)]
     training = TrainingFeatures(used, labels[~held], classes, device, standardise)
     kept = torch.cat([chunk[part.to(chunk.device)].to(device) for chunk, part in zip(chunks, parts, strict=True)])
-    probes = training.fit(PENALTIES, progress)
-    accuracies = [probe.accuracy(kept.float(), labels[held].to(device)) for probe in probes]
-    best = max(range(len(PENALTIES)), key=lambda place: accuracies[place])
-    return Chosen(PENALTIES[best], accuracies[best])
+    probes = zip(PENALTIES, training.fit(PENALTIES, progress), strict=True)
+    truth = labels[held].to(device)
+    return _best(Chosen(penalty, top_accuracy(probe.logits(kept.float()), truth)) for penalty, probe in probes)
+
+
+def choose_penalties(draws: Sequence[Draw], classes: int, seed: int = 0) -> list[Chosen]:
+    """Return, for each draw, the penalty with the best accuracy over folds of its images; the strongest of several best."""
+    parts = [(draw, fold) for draw, (_, labels) in enumerate(draws) for fold in _folds(labels, seed)]
+    used = [_rows(draws[draw], rows) for draw, (rows, _) in parts]
+    trainings = [TrainingFeatures([features], labels, classes, features.device) for features, labels in used]
+    fitted = fit_together(trainings, [LOW_SHOT_PENALTIES] * len(parts)) if parts else []
+    right, tested = torch.zeros(len(draws), len(LOW_SHOT_PENALTIES), dtype=torch.long), [0] * len(draws)
+    for (draw, (_, rows)), probes in zip(parts, fitted, strict=True):
+        features, labels = _rows(draws[draw], rows)
+        right[draw] += torch.stack([top_hits(probe.logits(features), labels, [1]).sum() for probe in probes]).cpu()
+        tested[draw] += len(labels)
+    return [
+        _best(Chosen(penalty, 100 * hits / count) for penalty, hits in zip(LOW_SHOT_PENALTIES, own, strict=True))
+        if count
+        else Chosen(DEFAULT_PENALTY, math.nan)
+        for own, count in zip(right.tolist(), tested, strict=True)
+    ]
+
+
+def _best(tried: Iterable[Chosen]) -> Chosen:
+    # The first of several best: the strongest penalty.
+    return max(tried, key=lambda one: one.held_out)
+
+
+def _rows(draw: Draw, rows: Int[Tensor, " m"]) -> Draw:
+    features, labels = draw
+    return features[rows.to(features.device)], labels[rows.to(labels.device)]
+
+
+def _folds(labels: Int[Tensor, " n"], seed: int) -> list[tuple[Int[Tensor, " m"], Int[Tensor, " h"]]]:
+    """Return pairs of used and held-out images; no pair where a class has a single image."""
+    if len(labels) > MOST_FOLDED:
+        held = held_out(len(labels), seed)
+        return [((~held).nonzero()[:, 0], held.nonzero()[:, 0])]
+    counts = torch.bincount(labels)
+    folds = min(FOLDS, int(counts[counts > 0].min()))
+    if folds < 2:
+        return []
+    splitter = StratifiedKFold(folds, shuffle=True, random_state=seed % 2**32)
+    parts = splitter.split(np.zeros(len(labels)), labels.cpu().numpy())
+    return [(torch.from_numpy(used), torch.from_numpy(held)) for used, held in parts]
 
 
 def minimise(

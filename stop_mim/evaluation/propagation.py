@@ -18,11 +18,9 @@ from torchvision.transforms.v2.functional import to_pil_image
 from torchvision.utils import draw_segmentation_masks, make_grid
 
 from stop_mim.data.augment import normalise, resize_batch
-from stop_mim.data.stored import Progress
-from stop_mim.data.videos import Video, davis_palette, write_mask
+from stop_mim.data.videos import Video, davis_palette
 from stop_mim.errors import InputError
 from stop_mim.evaluation.features import require_finite
-from stop_mim.evaluation.segmentation import Mask, VideoScores, score_videos
 from stop_mim.evaluation.tasks.video import PropagationConfig, Variant
 from stop_mim.files import write_atomically
 from stop_mim.models.encoder import FrozenEncoder
@@ -169,38 +167,6 @@ def propagate(
         labels = propagate_labels(features, [first, *before], grid, config)
         before.append((features, labels))
         yield mask_of(labels.T.unflatten(1, grid), patch, frame_size, variant).cpu()
-
-
-def segment_videos(
-    encoder: FrozenEncoder,
-    videos: Sequence[Video],
-    config: PropagationConfig,
-    device: torch.device,
-    out: Path | None = None,
-    overlays: bool = False,
-    foreground: bool = False,
-    progress: Progress | None = None,
-) -> VideoScores:
-    """Propagate and score every video.
-
-    Args:
-        out: folder for the masks, out/SEQUENCE/00000.png …
-        overlays: draw them over some frames too, in out/overlays/SEQUENCE.png.
-        foreground: score all objects as one; they are propagated one by one, so that saved masks score the same.
-    """
-
-    def predict(video: Video) -> Iterator[Mask]:
-        masks = []
-        for index, mask in enumerate(propagate(encoder, video, config, device)):
-            if out is not None:
-                write_mask(out / video.name / f"{video.frame_name(index)}.png", mask)
-            if overlays:
-                masks.append(mask)
-            yield mask
-        if overlays and out is not None:
-            write_contact_sheet(video, masks, out / "overlays" / f"{video.name}.png")
-
-    return score_videos(videos, predict, foreground, progress)
 
 
 def write_contact_sheet(video: Video, masks: Sequence[UInt8[Tensor, "height width"]], path: Path) -> None:

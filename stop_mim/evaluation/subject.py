@@ -3,21 +3,19 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from stop_mim.data.augment import TestView
 from stop_mim.data.batches import resident_budget
-from stop_mim.data.image_source import ImageSource
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
-from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.evaluation.config import EvaluateConfig, evaluate_config
 from stop_mim.evaluation.data import TaskData
 from stop_mim.evaluation.features import (
-    IMAGES_AT_A_TIME,
     Chunks,
     Features,
     LabelledFeatures,
@@ -26,13 +24,13 @@ from stop_mim.evaluation.features import (
     features_folder,
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
-from stop_mim.evaluation.task import options_of
-from stop_mim.exchange.loading import ENCODERS, load_encoder, run_of
+from stop_mim.evaluation.task import TASKS, FeatureTask, options_of
+from stop_mim.exchange.loading import load_encoder, run_of
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import UNTRAINED
 from stop_mim.training.distributed import Ranks, any_rank
-from stop_mim.training.inputs import workers_for
 
+CPU = torch.device("cpu")
 MASKS = "masks:"
 # Features of a smaller part of a source are extracted alone.
 FEW_IMAGES = 0.5
@@ -57,6 +55,17 @@ class GivenMasks:
         yield from ()
 
 
+@dataclass(frozen=True)
+class GivenFeatures:
+    """Features that were computed elsewhere, with what tasks of frozen features ask of a `Subject`."""
+
+    ranks: Ranks
+
+    def chunks(self, features: Features) -> Chunks:
+        """Return the features as they are."""
+        return features.chunks
+
+
 class Subject:
     """One encoder, with its protocol for each dataset and its features, which are extracted once.
 
@@ -64,7 +73,7 @@ class Subject:
         name: what the encoder is called on the command line.
         encoder: its images are of `encoder.image_size`.
         run: the run directory that it comes from, if any.
-        bar: returns a progress bar for a description.
+        bar: returns a progress bar for a description; not given: nothing is shown.
     """
 
     def __init__(
@@ -74,15 +83,15 @@ class Subject:
         run: Path | None,
         config: EvaluateConfig,
         ranks: Ranks,
-        bar: Callable[[str], Progress],
+        bar: Callable[[str], Progress] = lambda name: lambda done, total: None,
     ) -> None:
-        self.name, self.encoder, self.run, self.config, self.ranks = name, encoder.eval(), run, config, ranks
+        self.name, self.encoder, self.run = name, encoder.eval(), run
+        self.config, self.ranks, self.bar = config, ranks, bar
         self.layers = min(max(options_of(config, "linear").layers), encoder.depth)
         # On the CPU: from a GPU every tensor would be copied on its own.
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
         """Name of the encoder's folder for files if several encoders are evaluated."""
-        self._bar = bar
         self._features: dict[tuple[int, int | None, str], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
 
@@ -113,13 +122,13 @@ class Subject:
         """Return features and classes of the readable images of a part of the data."""
         source, view = labelled.source, protocol.test_view_of(self.encoder)
         key = id(source), view.resize_to, view.interpolation
-        known = key in self._features or any_rank(self._folder(source, view).exists(), self.ranks)
+        known = key in self._features or any_rank(features_folder(self, source, view).exists(), self.ranks)
         if not known and len(labelled) <= FEW_IMAGES * len(source):
-            features = self._extract(source, view, np.sort(labelled.indices).astype(np.int64))
+            features = extract_features(self, source, view, np.sort(labelled.indices).astype(np.int64))
         else:
             # Other parts of the source will be wanted too.
             if key not in self._features:
-                self._features[key] = self._extract(source, view)
+                self._features[key] = extract_features(self, source, view)
             features = self._features[key].of_images(labelled.indices)
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
@@ -127,25 +136,6 @@ class Subject:
         """Return features on the device if they fit into its memory, else as they are on disk."""
         fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
         return [features.on(self.ranks.device)] if fits else list(features.chunks)
-
-    def _folder(self, source: ImageSource, view: TestView, images: np.ndarray | None = None) -> Path:
-        return features_folder(self.fingerprint, source, view, self.layers, self.ranks.device, images)
-
-    def _extract(self, source: ImageSource, view: TestView, images: np.ndarray | None = None) -> Features:
-        speed, device = self.config.speed, self.ranks.device
-        return extract_features(
-            self.encoder.to(device),
-            source,
-            view,
-            self.layers,
-            self.ranks,
-            self._folder(source, view, images),
-            speed.batch_size_per_device or IMAGES_AT_A_TIME,
-            workers_for(speed, self.ranks),
-            self._bar(f"{self.name} features of {source.name}"),
-            self._bar(f"decoding {source.name}"),
-            images,
-        )
 
 
 def open_subject(
@@ -167,6 +157,25 @@ def open_subject(
             )
         encoder.image_size = (size, size)
     # An untrained network belongs to the run of the trained one.
-    trained = name.removeprefix(UNTRAINED)
-    run = None if trained.startswith(tuple(ENCODERS)) else run_of(trained)
-    return Subject(name, encoder, run, config, ranks, bar)
+    return Subject(name, encoder, run_of(name.removeprefix(UNTRAINED)), config, ranks, bar)
+
+
+def feature_task(
+    name: str,
+    classes: int,
+    device: torch.device = CPU,
+    seed: int = 0,
+    progress: Progress = lambda done, total: None,
+    **options: Any,
+) -> FeatureTask:
+    """Return a task whose `scores` takes features that were computed elsewhere: `LabelledFeatures.in_memory`.
+
+    Args:
+        name: linear, knn or low-shot.
+        options: those of the task.
+    """
+    kind = TASKS[name]
+    assert issubclass(kind, FeatureTask)
+    assert kind.Options is not None
+    config = evaluate_config()(seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
+    return kind(name, config, GivenFeatures(Ranks(0, 1, 1, device)), SimpleNamespace(classes=classes), progress)

@@ -1,27 +1,30 @@
 """`export_encoder`: an encoder as a new folder in an export format, with a model card; optionally pushed to the hub."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from huggingface_hub import HfApi, ModelCardData, get_token
 
 import stop_mim
-from stop_mim.errors import InputError, MissingExtra
+from stop_mim.errors import InputError
 from stop_mim.exchange.formats import EXPORTERS, Exported, Place
-from stop_mim.exchange.loading import load_encoder, run_of, split_part
+from stop_mim.exchange.loading import load_encoder, locate
 from stop_mim.exchange.releases import RELEASE
 from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_folder
-from stop_mim.models.encoder import ENCODER_FILE, Encoder
+from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder_file import ENCODER_FILE
 from stop_mim.results import RESULTS_FILE, read_results
+from stop_mim.tables import Table
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder
 
 CARD_FILE = "README.md"
 TAGS = ["self-supervised learning", "masked image modelling", "I-JEPA", "StoP", "stop-mim"]
 RESULTS = ("frozen features", "data", "score", "measured")
-SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$])")
+# Characters with a meaning in Markdown; a table escapes its bars itself.
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!~&$])")
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,10 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
 
 def _origin_of(name: str) -> Origin:
     """Return what the run of an encoder has recorded about it."""
-    folder = run_of(name)
+    path, part, kind, folder = locate(name)
     if folder is None:
         return Origin(name)
-    path, part = split_part(name)
-    path = path.resolve()
-    names = {folder.name, ENCODER_FILE} if path.is_dir() or path.name == ENCODER_FILE else {path.name}
+    names = {path.resolve().name} if kind == "checkpoint" else {folder.name, ENCODER_FILE}
     if part is not None:
         names = {Path(name).name}
     run = RunFolder(folder)
@@ -93,11 +94,7 @@ def _hub_token(repository: str) -> str:
     """Return the token for an upload to this repository; raise InputError if the upload could not work."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository, re.ASCII):
         raise InputError(f"push is '{repository}': give OWNER/NAME, such as somebody/stop-vitb16.")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise MissingExtra("--push", "huggingface_hub", "hf") from error
-    token = huggingface_hub.get_token()
+    token = get_token()
     if not token:
         raise InputError("There is no token for the Hugging Face hub: run 'hf auth login' or set HF_TOKEN.")
     return token
@@ -105,9 +102,7 @@ def _hub_token(repository: str) -> str:
 
 def _push(folder: Path, repository: str, token: str | None) -> None:
     """Upload a folder; a repository that does not exist is created as a private one."""
-    import huggingface_hub
-
-    api = huggingface_hub.HfApi(token=token)
+    api = HfApi(token=token)
     try:
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(folder_path=folder, repo_id=repository, commit_message="Upload an encoder of stop-mim")
@@ -134,12 +129,12 @@ def model_card(encoder: Encoder, origin: Origin, exported: Exported, licence: st
     )
     code = "\n".join(exported.code)
     sections = [
-        _header(exported.library, licence),
+        f"---\n{_header(exported.library, licence)}\n---",
         f"# {_escape(_short(origin.name))}",
         summary,
         f"## How to load it\n\n```python\n{code}\n```",
-        f"## Training\n\n{_training(origin)}",
-        f"## Results\n\n{_table(RESULTS, origin.scores) if origin.scores else 'Not evaluated yet.'}",
+        _training(origin),
+        _table("## Results", RESULTS, origin.scores) if origin.scores else "## Results\n\nNot evaluated yet.",
         f"## Licence\n\n{weights}. stop-mim itself: Apache-2.0.",
     ]
     return "\n\n".join(sections) + "\n"
@@ -156,16 +151,14 @@ def _short(name: str) -> str:
 
 
 def _header(library: str, licence: str | None) -> str:
-    fields: dict[str, Any] = {"library_name": library, "pipeline_tag": "image-feature-extraction", "tags": TAGS}
-    fields |= {} if licence is None else {"license": licence}
-    # JSON is valid YAML, so that no text can break out of the header.
-    return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in fields.items()), "---"])
+    card = ModelCardData(library_name=library, pipeline_tag="image-feature-extraction", tags=TAGS, license=licence)
+    return card.to_yaml()
 
 
 def _training(origin: Origin) -> str:
     config = origin.config
     if config is None:
-        return f"Not trained by stop-mim: the weights are those of {_escape(_short(origin.name))}."
+        return f"## Training\n\nNot trained by stop-mim: the weights are those of {_escape(_short(origin.name))}."
     optim, positions, predictor = config.optim, config.positions, config.predictor
     noise = f", sigma {positions.sigma:g}, covariance {positions.covariance}" if positions.kind == "stochastic" else ""
     facts = {
@@ -182,9 +175,9 @@ def _training(origin: Origin) -> str:
         "momentum of the target": f"{'by length' if optim.ema_start is None else optim.ema_start} to {optim.ema_final:g}",
         "seed": str(config.seed),
     }
-    return _table(("", ""), list(facts.items()))
+    return _table("## Training", ("", ""), list(facts.items()))
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *([_escape(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    escaped = [[_escape(cell) for cell in row] for row in rows]
+    return Table(caption, head, escaped, names=len(head)).markdown().rstrip()

@@ -3,21 +3,23 @@
 import io
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.exchange.importing import CONFIG_FILE, PREPROCESSOR_FILE, WEIGHTS_FILE, to_hub_names
-from stop_mim.models.encoder import NORM_EPS, Encoder, encoder_metadata
+from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder_file import NORM_EPS, encoder_metadata
+from stop_mim.models.frozen_encoder import Images
 from stop_mim.registry import Registry
 from stop_mim.seeds import seeded_generator
 
-Images = Float[Tensor, "batch 3 height width"]
 PatchTokens = Float[Tensor, "batch n_patches dim"]
 
 
@@ -74,7 +76,7 @@ def write_timm(encoder: Encoder, folder: Path, place: Place) -> Exported:
             "num_classes": 0,
             "input_size": [3, *encoder.image_size],
             "fixed_input_size": True,
-            **encoder.preprocessing._asdict(),
+            **asdict(encoder.preprocessing),
             "mean": list(encoder.mean),
             "std": list(encoder.std),
             "pool_size": None,
@@ -148,25 +150,11 @@ def write_hub(encoder: Encoder, folder: Path, place: Place) -> Exported:
 
 ONNX_FILE, PROGRAM_FILE = "model.onnx", "model.pt2"
 ONNX_TOLERANCE, PROGRAM_TOLERANCE = 1e-4, 1e-5
-# An ONNX file is one protobuf message of at most 2 GiB: larger weights go into a second file.
-LARGEST_MESSAGE = 1 << 30
-
-
-class TokenProgram(nn.Module):
-    """Normalised images to normed patch tokens, by timm's own forward."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__()
-        self.vit = encoder.vit
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the normed tokens of all patches."""
-        return self.vit.forward_features(images)[:, self.vit.num_prefix_tokens :]
 
 
 @EXPORTERS.register("onnx")
 def write_onnx(encoder: Encoder, folder: Path, place: Place) -> Exported:
-    """An ONNX model for batches of any size."""
+    """An ONNX model for batches of any size; weights of more than 1.5 GiB go into a second file."""
     try:
         import onnx  # noqa: F401
         import onnxruntime
@@ -174,7 +162,7 @@ def write_onnx(encoder: Encoder, folder: Path, place: Place) -> Exported:
     except ImportError as error:
         raise MissingExtra("The export to ONNX", str(error.name), "onnx") from error
     program = torch.onnx.export(
-        TokenProgram(encoder).eval(),
+        encoder,
         (_random_images(encoder, 2),),
         dynamo=True,
         input_names=["images"],
@@ -183,8 +171,7 @@ def write_onnx(encoder: Encoder, folder: Path, place: Place) -> Exported:
         verbose=False,
     )
     assert program is not None
-    size = sum(parameter.numel() * parameter.element_size() for parameter in encoder.parameters())
-    program.save(folder / ONNX_FILE, external_data=size > LARGEST_MESSAGE)
+    program.save(folder / ONNX_FILE)
     session = onnxruntime.InferenceSession(folder / ONNX_FILE, providers=["CPUExecutionProvider"])
 
     def run(images: Images) -> PatchTokens:
@@ -203,9 +190,7 @@ def write_onnx(encoder: Encoder, folder: Path, place: Place) -> Exported:
 @EXPORTERS.register("export")
 def write_program(encoder: Encoder, folder: Path, place: Place) -> Exported:
     """A torch.export program for batches of any size."""
-    program = torch.export.export(
-        TokenProgram(encoder).eval(), (_random_images(encoder, 2),), dynamic_shapes=_any_batch()
-    )
+    program = torch.export.export(encoder, (_random_images(encoder, 2),), dynamic_shapes=_any_batch())
     # Into memory first: on a full disk torch's own writer ends the process.
     buffer = io.BytesIO()
     torch.export.save(program, buffer)

@@ -1,11 +1,10 @@
 """Encoders from weights that others saved, in files and model folders: of timm, Hugging Face, I-JEPA's and StoP's releases."""
 
-import math
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
@@ -18,28 +17,14 @@ from torch import Tensor
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from stop_mim.errors import InputError
 from stop_mim.files import read_safetensors, require_regular
-from stop_mim.models.encoder import (
-    FILE_FORMAT,
-    NORM_EPS,
-    SIZES,
-    TOKENS_ONLY,
-    Encoder,
-    count_layers,
-    encoder_of,
-    fill_encoder,
-    mlp_ratio,
-    require_depth,
-    shell,
-)
-from stop_mim.models.frozen_encoder import Preprocessing
-from stop_mim.models.hub_encoder import HubEncoder
-from stop_mim.records import read_record
+from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder_file import FILE_FORMAT, count_layers, encoder_from_timm_names, encoder_of, load_weights
+from stop_mim.models.frozen_encoder import STANDARD, Preprocessing
+from stop_mim.records import from_plain, read_record
 
 CONFIG_FILE, WEIGHTS_FILE, PREPROCESSOR_FILE = "config.json", "model.safetensors", "preprocessor_config.json"
-# A file of weights does not store the number of heads: it follows from the width.
-HEADS = {dimensions.width: dimensions.heads for dimensions in SIZES.values()}
-CLASSIFIER = ("head.weight", "head.bias")
-PATCHES, POSITIONS, HIDDEN = "patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"
+# Arguments of timm.create_model, which also allow images of any size.
+WITHOUT_CLASSIFIER: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
 
 CONVERTIBLE = ("ijepa", "vit", "vit_mae")
 # timm's names and the names that Hugging Face stores.
@@ -59,15 +44,6 @@ LAYER = {
     "mlp.fc2": "output.dense",
 }
 QUERY, KEY, VALUE = (f"attention.attention.{part}" for part in ("query", "key", "value"))
-# Newer versions of transformers use other names in memory than on disk.
-IN_MEMORY = {
-    "attention.q_proj.": f"{QUERY}.",
-    "attention.k_proj.": f"{KEY}.",
-    "attention.v_proj.": f"{VALUE}.",
-    "attention.o_proj.": "attention.output.dense.",
-    "mlp.fc1.": "intermediate.dense.",
-    "mlp.fc2.": "output.dense.",
-}
 # Parts of task models that do not belong to the encoder.
 NOT_ENCODER = ("pooler.", "classifier.", "decoder.", "embeddings.mask_token")
 
@@ -97,134 +73,61 @@ NUMBERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 ]
 
 
-def encoder_from_timm_names(
-    tensors: Mapping[str, Tensor],
-    origin: str,
-    heads: int | None = None,
-    image_size: Sequence[int] | None = None,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-    norm_eps: float = NORM_EPS,
-) -> Encoder:
-    """Build an encoder from weights under timm's names; missing, unknown and misshaped weights are an InputError.
-
-    Args:
-        origin: name of the weights in errors.
-        heads: number of heads; None: 64 features a head (80 in huge, 88 in giant models).
-        image_size: height and width; None: square images, from the number of positions.
-    """
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in CLASSIFIER}
-    vit = shell(_architecture(tensors, origin, heads, image_size), norm_eps)
-    encoder = fill_encoder(vit, tensors, origin, mean, std)
-    encoder.guessed_heads = heads is None
-    return encoder
-
-
-def _architecture(
-    tensors: Mapping[str, Tensor], origin: str, heads: int | None, image_size: Sequence[int] | None
-) -> dict[str, Any]:
-    """Read the arguments of timm's VisionTransformer off the shapes of its weights."""
-    for name, dimensions in ((PATCHES, 4), (POSITIONS, 3), (HIDDEN, 2)):
-        if name not in tensors or tensors[name].dim() != dimensions:
-            raise InputError(
-                f"{origin} holds no Vision Transformer (no {name} of {dimensions} dimensions): it has "
-                f"{', '.join(list(tensors)[:3]) or 'no tensors'}{' …' if len(tensors) > 3 else ''}."
-            )
-    width, channels, *patch_size = tensors[PATCHES].shape
-    if channels != 3:
-        raise InputError(f"{origin} takes images of {channels} channels: choose an encoder for 3 channels.")
-    if heads is None and width not in HEADS:
-        raise InputError(
-            f"{origin} has width {width} and does not store its number of heads, which is known only for widths "
-            f"{', '.join(map(str, HEADS))}: save the encoder with stop_mim.save_encoder instead."
-        )
-    heads = heads or HEADS[width]
-    if heads < 1 or width % heads:
-        raise InputError(f"{origin} has width {width}, which is not divisible by {heads} heads: correct the heads.")
-    class_token = "cls_token" in tensors
-    grid, in_positions = _grid(tensors[POSITIONS].shape[1], class_token, image_size, patch_size, origin)
-    architecture = {
-        "img_size": [grid[0] * patch_size[0], grid[1] * patch_size[1]],
-        "patch_size": patch_size,
-        "embed_dim": width,
-        "depth": count_layers(tensors),
-        "num_heads": heads,
-        "mlp_ratio": mlp_ratio(tensors[HIDDEN].shape[0], width),
-        "class_token": class_token,
-        **TOKENS_ONLY,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
-    }
-    return architecture if in_positions == class_token else {**architecture, "no_embed_class": True}
-
-
-def _grid(
-    positions: int, class_token: bool, image_size: Sequence[int] | None, patch_size: Sequence[int], origin: str
-) -> tuple[tuple[int, int], bool]:
-    """Return the rows and columns of patches, and whether the class token has a position too."""
-    if image_size is not None:
-        grid = (image_size[0] // patch_size[0], image_size[1] // patch_size[1])
-        if grid[0] * grid[1] in (positions, positions - class_token):
-            return grid, grid[0] * grid[1] != positions
-        raise InputError(
-            f"{origin} has {positions} positions, but images of {image_size[0]}x{image_size[1]} pixels have {grid[0]}x"
-            f"{grid[1]} patches of {patch_size[0]}x{patch_size[1]}: correct its image size or its patch size."
-        )
-    for n_patches in dict.fromkeys((positions - class_token, positions)):
-        side = math.isqrt(n_patches)
-        if side and side * side == n_patches:
-            return (side, side), n_patches != positions
-    raise InputError(
-        f"{origin} has {positions} positions, which is not a square grid: save the encoder with stop_mim.save_encoder, "
-        "which stores the image size."
-    )
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of config.json in a folder; empty if there is none."""
     return _read_json(folder / CONFIG_FILE)
 
 
+def load_timm_encoder(name: str, pretrained: bool = True) -> Encoder:
+    """Return timm's Vision Transformer of this name."""
+    if name.split(".")[0] not in timm.list_models():
+        close = timm.list_models(f"*{name.split('_patch')[0]}*")[:3] or timm.list_models("vit_small*")[:3]
+        raise InputError(f"timm has no model '{name}': choose another, such as {', '.join(close)}.")
+    try:
+        model = timm.create_model(name, pretrained=pretrained, **WITHOUT_CLASSIFIER)
+    except TypeError:
+        model = None
+    except Exception as error:
+        raise InputError(
+            f"timm's weights of '{name}' cannot be loaded ({type(error).__name__}): check the name and the network, or "
+            "download them first."
+        ) from error
+    return _of_timm(model, f"timm's '{name}'")
+
+
 def read_timm_folder(folder: Path) -> Encoder:
-    """Load a plain Vision Transformer from a folder in timm's hub format."""
-    file = _weights_file(folder)
+    """Load a Vision Transformer from a folder in timm's hub format."""
+    if not (file := folder / WEIGHTS_FILE).exists():
+        raise InputError(f"{folder} holds no {WEIGHTS_FILE}: save the model there again, as one safetensors file.")
     tensors, metadata = read_safetensors(file)
     if metadata.get("format") == FILE_FORMAT:
-        return encoder_of(tensors, metadata, file)
-    arguments = read_config(folder).get("model_args")
-    if isinstance(arguments, Mapping) and "depth" in arguments:
-        require_depth(arguments["depth"], tensors, str(folder / CONFIG_FILE))
+        return encoder_of(tensors, metadata, str(file))
+    arguments, layers = read_config(folder).get("model_args"), count_layers(tensors)
+    # A depth of millions would fill the memory.
+    if isinstance(arguments, Mapping) and arguments.get("depth", layers) != layers:
+        raise InputError(
+            f"{folder / CONFIG_FILE} has a depth of {arguments['depth']}, and {file} the weights of {layers} layers: restore "
+            "them."
+        )
     try:
         with torch.device("meta"):
-            vit = timm.create_model(f"local-dir:{folder}", num_classes=0, dynamic_img_size=True)
+            model = timm.create_model(f"local-dir:{folder}", **WITHOUT_CLASSIFIER)
     # Each model class fails in its own way on a wrong config.json.
     except Exception as error:
         raise InputError(
             f"timm cannot build the model of {folder / CONFIG_FILE} ({error}): restore that file."
         ) from error
-    if not isinstance(vit, VisionTransformer):
-        raise InputError(f"{folder} holds a {type(vit).__name__}: choose a plain Vision Transformer.")
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in CLASSIFIER}
-    encoder = fill_encoder(vit, tensors, str(file), vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"])
-    encoder.preprocessing = Preprocessing.of_timm(vit.pretrained_cfg)
+    encoder = _of_timm(model, str(folder))
+    load_weights(encoder, tensors, str(file))
     return encoder
 
 
-def read_hub_folder(folder: Path) -> Encoder:
-    """Load an I-JEPA, ViT or MAE model of transformers from a folder, without the package transformers."""
-    tensors, _ = read_safetensors(_weights_file(folder))
-    values = _read_json(folder / PREPROCESSOR_FILE)
-    mean, std = values.get("image_mean") or IMAGENET_MEAN, values.get("image_std") or IMAGENET_STD
-    encoder = encoder_from_hub_names(tensors, read_config(folder), str(folder), mean, std)
-    encoder.preprocessing = Preprocessing.of_hub(values) if values else encoder.preprocessing
-    return encoder
-
-
-def from_hub(hub: HubEncoder) -> Encoder:
-    """Convert a Hugging Face model to a timm model, which can be fine-tuned, trained further and exported."""
-    config = hub.model.config.to_dict()
-    origin = f"The {config['model_type']} model"
-    encoder = encoder_from_hub_names(hub.model.state_dict(), config, origin, hub.mean, hub.std)
-    encoder.preprocessing = hub.preprocessing
+def _of_timm(model: Any, name: str) -> Encoder:
+    """Return timm's model as an encoder, with the preprocessing that timm has for it."""
+    if not isinstance(model, VisionTransformer):
+        raise InputError(f"{name} is not a plain Vision Transformer: choose one of timm's vit_* models.")
+    encoder = Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).eval()
+    encoder.preprocessing = Preprocessing.of_timm(model.pretrained_cfg)
     return encoder
 
 
@@ -233,23 +136,24 @@ def is_convertible(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in CONVERTIBLE and config.get("hidden_act", "gelu") == "gelu"
 
 
-def encoder_from_hub_names(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], origin: str, mean: Sequence[float], std: Sequence[float]
-) -> Encoder:
-    """Build an encoder from the weights and the config.json of a Hugging Face model."""
-    missing = [name for name in ("num_attention_heads", "image_size", "layer_norm_eps") if name not in config]
-    if missing or not is_convertible(config):
-        what = f"its config.json has no {missing[0]}" if missing else f"it is a '{config.get('model_type')}'"
-        raise InputError(f"{origin} cannot be converted ({what}): choose a plain I-JEPA, ViT or MAE model.")
-    size = config["image_size"]
+def read_hub_folder(folder: Path) -> Encoder:
+    """Load an I-JEPA, ViT or MAE model of transformers from a folder, without the package transformers."""
+    config, images = read_config(folder), _read_json(folder / PREPROCESSOR_FILE)
+    try:
+        heads = from_plain(int, config.get("num_attention_heads"), "num_attention_heads")
+        size = from_plain(int | tuple[int, int], config.get("image_size"), "image_size")
+        norm_eps = from_plain(float, config.get("layer_norm_eps"), "layer_norm_eps")
+    except InputError as error:
+        raise InputError(f"{folder / CONFIG_FILE} cannot be read ({str(error).rstrip('.')}): restore it.") from error
     encoder = encoder_from_timm_names(
-        to_timm_names(tensors),
-        origin,
-        heads=config["num_attention_heads"],
-        image_size=(size, size) if isinstance(size, int) else tuple(size),
-        mean=mean,
-        std=std,
-        norm_eps=config["layer_norm_eps"],
+        to_timm_names(read_safetensors(folder / WEIGHTS_FILE)[0]),
+        str(folder),
+        heads,
+        (size, size) if isinstance(size, int) else size,
+        images.get("image_mean") or IMAGENET_MEAN,
+        images.get("image_std") or IMAGENET_STD,
+        norm_eps,
+        Preprocessing.of_hub(images) if images else STANDARD,
     )
     found = {
         "hidden_size": encoder.dim,
@@ -260,7 +164,7 @@ def encoder_from_hub_names(
     for name, value in found.items():
         if config.get(name, value) not in (value, [value, value]):
             raise InputError(
-                f"{origin} does not fit its config.json: {name} is {config[name]} there, {value} in its weights."
+                f"{folder} does not fit its config.json: {name} is {config[name]} there, {value} in its weights."
             )
     return encoder
 
@@ -271,7 +175,8 @@ def to_timm_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layer = {theirs: ours for ours, theirs in LAYER.items()}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        name = _as_stored(name)
+        # Task models prefix the names of their encoder.
+        name = re.sub(r"^(vit|ijepa)\.", "", name)
         match = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)", name)
         if match and match[2] in layer:
             found[f"blocks.{match[1]}.{layer[match[2]]}.{match[3]}"] = tensor
@@ -299,20 +204,6 @@ def to_hub_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         )
         found |= {f"encoder.layer.{number}.{part}.{kind}": piece.contiguous() for part, piece in parts}
     return found
-
-
-def _as_stored(name: str) -> str:
-    # Task models prefix the names of their encoder.
-    name = re.sub(r"^layers\.", "encoder.layer.", re.sub(r"^(vit|ijepa)\.", "", name))
-    for in_memory, stored in IN_MEMORY.items():
-        name = name.replace(f".{in_memory}", f".{stored}") if name.startswith("encoder.layer.") else name
-    return name
-
-
-def _weights_file(folder: Path) -> Path:
-    if not (folder / WEIGHTS_FILE).exists():
-        raise InputError(f"{folder} holds no {WEIGHTS_FILE}: save the model there again, as one safetensors file.")
-    return folder / WEIGHTS_FILE
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.layers import Attention
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import is_release, read_pickle, released_model
-from stop_mim.exchange.loading import SAFETENSORS, is_checkpoint, load_encoder, run_of_checkpoint, split_part
-from stop_mim.models.build import build_objective
+from stop_mim.exchange.loading import load_encoder, locate, objective_of
 from stop_mim.models.data2vec import Data2Vec
-from stop_mim.models.encoder import ENCODER_FILE, Encoder, misfit
+from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder_file import ENCODER_FILE, misfit, peculiarity
+from stop_mim.models.kernels.short_attention import ShortAttention
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Positions, StochasticPositions
-from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.run_folder import RunFolder
 
 # Position tables agree to the rounding of half precision.
@@ -26,34 +27,32 @@ def initialise(objective: Objective, name: str | Path, warn: Callable[[str], Non
     """Load weights into a new objective, all or none; return a short description of what was loaded.
 
     A run directory, a checkpoint or a release's file is a whole model, whose shapes must be the same. Any other name that
-    `load_encoder` takes, also FILE#encoder and RUN/encoder.safetensors, is an encoder: the predictor stays new.
+    `load_encoder` takes, also RUN#encoder, FILE#encoder and RUN/encoder.safetensors, is an encoder: the predictor stays new.
     """
-    path, part = split_part(name)
-    if path.is_dir() and (path / "checkpoints").is_dir():
-        newest = RunFolder(path).newest_checkpoint()
-        if newest is None:
-            raise InputError(f"{path} has no checkpoint: name {path / ENCODER_FILE} to start from its encoder alone.")
-        return _from_checkpoint(objective, newest)
-    if is_checkpoint(path):
-        return _from_checkpoint(objective, path)
-    if path.is_file() and path.suffix != SAFETENSORS and part is None:
-        contents = read_pickle(path)
-        if is_release(contents):
+    path, part, kind, _ = locate(name)
+    match kind:
+        case "run" | "checkpoint" if part is None:
+            return _from_checkpoint(objective, path if kind == "checkpoint" else _newest(path))
+        case "pickle" if part is None and is_release(contents := read_pickle(path)):
             if hint := _hint_about_release(objective.positions, path):
                 warn(hint)
             return _from_release(objective, contents, path)
     return _from_encoder(objective, name)
 
 
+def _newest(run: Path) -> Path:
+    newest = RunFolder(run).newest_checkpoint()
+    if newest is None:
+        raise InputError(f"{run} has no checkpoint: name {run / ENCODER_FILE} to start from its encoder alone.")
+    return newest
+
+
 def _from_checkpoint(objective: Objective, path: Path) -> str:
-    run, prefix = run_of_checkpoint(path), "model."
-    tensors = read_checkpoint(path).tensors
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    remedy = f"start from its encoder alone, {run.encoder_file}, or choose a recipe of its shape"
-    with torch.device("meta"):
-        heads = _heads(build_objective(run.config()))
-    _require_fit(objective, tensors, heads, path, remedy)
-    objective.load_state_dict(tensors, strict=True)
+    model = objective_of(path)
+    encoder_file = RunFolder(path.parent.parent).encoder_file
+    remedy = f"start from its encoder alone, {encoder_file}, or choose a recipe of its shape"
+    _require_fit(objective, model.state_dict(), _heads(model), path, remedy)
+    objective.load_state_dict(model.state_dict(), strict=True)
     return f"all weights of {path}"
 
 
@@ -77,7 +76,7 @@ def _hint_about_release(positions: Positions, path: Path) -> str | None:
     """Return what changes for a model of StoP's code where masked tokens are the paper's; the file does not say whose it is."""
     if not isinstance(positions, StochasticPositions) or positions.convention == "release":
         return None
-    ratio = positions.noise_std.item() / positions.sigma if positions.sigma else 1.0
+    ratio = positions.noise_std / positions.sigma if positions.sigma else 1.0
     noise = (
         "" if ratio == 1 else f" and the noise is {ratio:.3g} times that of a standard deviation of {positions.sigma:g}"
     )
@@ -101,22 +100,21 @@ def _require_fit(
 
 
 def _heads(model: nn.Module) -> dict[str, int]:
-    return {name: part.num_heads for name, part in model.named_modules() if isinstance(part, Attention)}
+    kinds = (Attention, ShortAttention)
+    return {name: part.num_heads for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
 def _from_encoder(objective: Objective, name: str | Path) -> str:
     encoder, ours = load_encoder(name), objective.encoder
-    if not isinstance(encoder, Encoder):
+    if not isinstance(encoder, Encoder) or peculiarity(encoder):
         raise InputError(f"{name} is not a plain Vision Transformer: only those can be trained further.")
-    if wrong := misfit(encoder.vit.state_dict(), ours.vit.state_dict()):
+    theirs, wanted = _properties(encoder), _properties(ours)
+    if wrong := [key for key in theirs | wanted if theirs.get(key) != wanted.get(key)]:
+        listed = ", ".join(f"{key} is {theirs.get(key)} instead of {wanted.get(key)}" for key in wrong)
         raise InputError(
-            f"{name} does not fit the encoder of this run: {wrong}; set encoder.size, encoder.image_size and "
-            "encoder.patch_size to its values."
+            f"{name} does not fit the encoder of this run: its {listed}; choose another one, or set the options of encoder "
+            "to its values."
         )
-    for what in ("heads", "norm_eps", "mean", "std"):
-        theirs, own = getattr(encoder, what), getattr(ours, what)
-        if torch.tensor(theirs).sub(torch.tensor(own)).abs().max() > 1e-7:
-            raise InputError(f"{name} does not fit the encoder of this run: its {what} is {theirs} instead of {own}.")
     # The student computes its positions, the teacher reads them from the encoder: they must agree.
     if isinstance(objective, Data2Vec) and not torch.allclose(
         encoder.vit.pos_embed[0].cpu(), objective.positions.table().cpu(), atol=POSITIONS_TOLERANCE
@@ -128,3 +126,10 @@ def _from_encoder(objective: Objective, name: str | Path) -> str:
     for part in (ours, objective.frozen):
         part.vit.load_state_dict(encoder.vit.state_dict(), strict=True)
     return f"the encoder of {name}; the predictor is new"
+
+
+def _properties(encoder: Encoder) -> dict[str, Any]:
+    """Return what two encoders must have in common to share weights."""
+    # The statistics of images may have been stored in single precision.
+    channels = {name: [round(value, 6) for value in getattr(encoder, name)] for name in ("mean", "std")}
+    return encoder.architecture() | {"norm_eps": encoder.norm_eps} | channels

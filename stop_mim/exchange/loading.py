@@ -3,19 +3,19 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import (
     PARTS,
+    WEIGHTS_FILE,
     Part,
-    encoder_from_timm_names,
-    from_hub,
     is_convertible,
     is_release,
     is_state,
+    load_timm_encoder,
     read_config,
     read_hub_folder,
     read_pickle,
@@ -26,17 +26,12 @@ from stop_mim.exchange.importing import (
 from stop_mim.exchange.releases import MODEL_FILES, PUBLISHED, RELEASE, RELEASES, fetch_release
 from stop_mim.files import read_safetensors
 from stop_mim.hub import fetch, hub_or_cache
-from stop_mim.models.build import build_encoder
-from stop_mim.models.encoder import (
-    ENCODER_FILE,
-    FILE_FORMAT,
-    Encoder,
-    FrozenEncoder,
-    encoder_of,
-    load_timm_encoder,
-    misfit,
-)
+from stop_mim.models.build import build_encoder, build_objective
+from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder_file import ENCODER_FILE, encoder_from_timm_names, misfit, read_encoder
+from stop_mim.models.frozen_encoder import FrozenEncoder
 from stop_mim.models.hub_encoder import load_hub_encoder
+from stop_mim.models.objective import Objective
 from stop_mim.registry import Registry
 from stop_mim.results import UNTRAINED
 from stop_mim.seeds import derive_seed
@@ -52,6 +47,70 @@ STATES = ("model", "state_dict")
 Loader = Callable[[str, bool], FrozenEncoder]
 ENCODERS: Registry[Loader] = Registry("kind of encoder")
 """Loaders by prefix of the encoder's name; each takes the rest of the name and whether to load trained weights."""
+
+Kind = Literal["run", "checkpoint", "safetensors", "pickle", "timm", "hub", "nothing"]
+
+
+class Named(NamedTuple):
+    """The file or folder that the name of an encoder stands for.
+
+    - `part`: the encoder that FILE#encoder or FILE#target_encoder asks for; None: the usual one.
+    - `kind`: a run directory; a checkpoint of a run; another .safetensors file; a file of torch.save; a model folder of timm
+      or of the Hugging Face hub; nothing, where there is no such file.
+    - `run`: the directory of the run that it belongs to; None if it is not a run's.
+    """
+
+    path: Path
+    part: Part | None
+    kind: Kind
+    run: Path | None
+
+
+def locate(name: str | Path) -> Named:
+    """Return what the name of an encoder stands for; released and published models are downloaded."""
+    path, (file, _, asked) = Path(name).expanduser(), str(name).rpartition("#")
+    part = next((part for part in PARTS if part == asked and not path.exists()), None)
+    path = path if part is None else Path(file).expanduser()
+    if str(path).startswith(RELEASE):
+        path = fetch_release(str(path).removeprefix(RELEASE))
+    elif str(path).startswith(PUBLISHED) and not path.exists():
+        path = fetch(str(path), MODEL_FILES)
+    kind = _kind(path)
+    return Named(path, part, kind, _run_around(path.resolve(), kind))
+
+
+def _kind(path: Path) -> Kind:
+    if path.is_dir():
+        if path.suffix == SHARDED:
+            return "checkpoint"
+        config = {} if (path / ENCODER_FILE).exists() else read_config(path)
+        return "timm" if "architecture" in config else "hub" if "model_type" in config else "run"
+    # A pipe in its place would be waited for without end.
+    if not path.is_file():
+        return "nothing"
+    if path.suffix != SAFETENSORS:
+        return "pickle"
+    is_checkpoint = read_safetensors(path, tensors=False)[1].get("format") == CHECKPOINT_FORMAT
+    return "checkpoint" if is_checkpoint else "safetensors"
+
+
+def _run_around(path: Path, kind: Kind) -> Path | None:
+    match kind:
+        case "run":
+            folder = path
+        case "checkpoint":
+            folder = path.parent.parent
+        case _ if path.name == ENCODER_FILE:
+            folder = path.parent
+        case _:
+            return None
+    run = RunFolder(folder)
+    return folder if run.config_file.exists() and run.environment_file.exists() else None
+
+
+def run_of(name: str | Path) -> Path | None:
+    """Return the run directory that an encoder belongs to; None if it is not a run's."""
+    return None if str(name).startswith(tuple(ENCODERS)) else locate(name).run
 
 
 def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
@@ -70,24 +129,38 @@ def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
     for prefix, load in ENCODERS.items():
         if str(name).startswith(prefix):
             return load(str(name).removeprefix(prefix), pretrained)
-    return _from_path(*split_part(name), str(name))
+    return _load(locate(name), str(name))
 
 
-def _from_path(path: Path, part: Part | None, name: str) -> FrozenEncoder:
-    if part is not None and (path.is_dir() or path.suffix == SAFETENSORS):
-        return _part_of_run(path, part)
-    if path.is_dir():
-        return _from_folder(path)
-    # A pipe in its place would be waited for without end.
-    if not path.is_file():
-        raise InputError(f"There is no encoder '{name}': give {_known()}.")
-    return _from_safetensors(path) if path.suffix == SAFETENSORS else _from_pickle(path, part)
+def _load(named: Named, name: str) -> FrozenEncoder:
+    path, part = named.path, named.part
+    match named.kind:
+        case "checkpoint":
+            return _from_checkpoint(path, part)
+        case "run" if part is not None and (newest := RunFolder(path).newest_checkpoint()) is not None:
+            return _from_checkpoint(newest, part)
+        case "pickle":
+            return _from_pickle(path, part)
+        case "nothing":
+            raise InputError(f"There is no encoder '{name}': give {_known()}.")
+        case _ if part is not None:
+            raise InputError(f"{path} has no checkpoint, and only checkpoints hold two encoders: leave #{part} out.")
+        case "timm":
+            return read_timm_folder(path)
+        case "hub":
+            return _from_hub(str(path), pretrained=True)
+        case "safetensors":
+            return read_encoder(path)
+        case "run" if not (path / ENCODER_FILE).exists():
+            raise InputError(f"{path} holds no {ENCODER_FILE}: name a run directory that has saved a checkpoint.")
+        case "run":
+            return read_encoder(path / ENCODER_FILE)
 
 
 @ENCODERS.register(RELEASE)
 def _from_release(model: str, pretrained: bool) -> FrozenEncoder:
     if pretrained:
-        return _from_path(*split_part(f"{RELEASE}{model}"), model)
+        return _load(locate(f"{RELEASE}{model}"), model)
     return build_encoder(RELEASES.find(model.partition("#")[0]).encoder).eval()
 
 
@@ -99,9 +172,14 @@ def _from_timm(model: str, pretrained: bool) -> Encoder:
 
 @ENCODERS.register(HUB)
 def _from_hub(model: str, pretrained: bool) -> FrozenEncoder:
-    with hub_or_cache(f"{HUB}{model}") if not Path(model).exists() else nullcontext():
-        hub = load_hub_encoder(model, pretrained)
-    return from_hub(hub) if is_convertible(hub.model.config.to_dict()) else hub
+    """Return a model of transformers, as a timm model if it is a plain Vision Transformer in one safetensors file."""
+    is_local = Path(model).exists()
+    with nullcontext() if is_local else hub_or_cache(f"{HUB}{model}"):
+        if pretrained:
+            folder = Path(model) if is_local else fetch(model, MODEL_FILES)
+            if is_convertible(read_config(folder)) and (folder / WEIGHTS_FILE).exists():
+                return read_hub_folder(folder)
+        return load_hub_encoder(model, pretrained)
 
 
 @ENCODERS.register(UNTRAINED)
@@ -115,69 +193,9 @@ def _untrained(name: str, pretrained: bool) -> FrozenEncoder:
     return build_encoder(config.encoder).eval()
 
 
-def split_part(name: str | Path) -> tuple[Path, Part | None]:
-    """Return the file or folder of a name such as FILE#encoder, and the part of the file that it asks for.
-
-    Released and published models are downloaded.
-    """
-    path, (file, _, asked) = Path(name).expanduser(), str(name).rpartition("#")
-    part = next((part for part in PARTS if part == asked and not path.exists()), None)
-    path = path if part is None else Path(file).expanduser()
-    if str(path).startswith(RELEASE):
-        return fetch_release(str(path).removeprefix(RELEASE)), part
-    if str(path).startswith(PUBLISHED) and not path.exists():
-        return fetch(str(path), MODEL_FILES), part
-    return path, part
-
-
-def run_of(name: str | Path) -> Path | None:
-    """Return the run directory that an encoder belongs to; None if it is not a run's."""
-    path = split_part(name)[0].resolve()
-    if is_checkpoint(path):
-        folder = path.parent.parent
-    elif path.is_dir() or path.name == ENCODER_FILE:
-        folder = path if path.is_dir() else path.parent
-    else:
-        return None
-    run = RunFolder(folder)
-    return folder if run.config_file.exists() and run.environment_file.exists() else None
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a file, or a directory of shards, is a checkpoint of a run."""
-    if path.suffix == SHARDED and path.is_dir():
-        return True
-    try:
-        return read_safetensors(path, tensors=False)[1].get("format") == CHECKPOINT_FORMAT
-    except (InputError, OSError):
-        return False
-
-
 def _known() -> str:
     prefixes = ", ".join(f"{prefix}NAME" for prefix in ENCODERS)
     return f"a run directory, a .safetensors or .pth.tar file, a folder of timm or Hugging Face, or {prefixes}"
-
-
-def _from_folder(folder: Path) -> FrozenEncoder:
-    if is_checkpoint(folder):
-        return _from_checkpoint(folder)
-    if (folder / ENCODER_FILE).exists():
-        return _from_safetensors(folder / ENCODER_FILE)
-    config = read_config(folder)
-    if "architecture" in config:
-        return read_timm_folder(folder)
-    if "model_type" in config:
-        return read_hub_folder(folder) if is_convertible(config) else load_hub_encoder(str(folder))
-    raise InputError(f"{folder} holds no {ENCODER_FILE}: name a run directory that has saved a checkpoint.")
-
-
-def _from_safetensors(path: Path) -> Encoder:
-    if is_checkpoint(path):
-        return _from_checkpoint(path)
-    tensors, metadata = read_safetensors(path)
-    if metadata.get("format") == FILE_FORMAT:
-        return encoder_of(tensors, metadata, path)
-    return encoder_from_timm_names(tensors, str(path))
 
 
 def _from_pickle(path: Path, part: Part | None) -> Encoder:
@@ -192,29 +210,23 @@ def _from_pickle(path: Path, part: Part | None) -> Encoder:
     raise InputError(f"{path} holds no weights by name: give {_known()}.")
 
 
-def run_of_checkpoint(path: Path) -> RunFolder:
-    """Return the run whose folder `checkpoints` a checkpoint is in."""
-    run = RunFolder(path.parent.parent)
+def objective_of(checkpoint: Path) -> Objective:
+    """Return the model of a checkpoint in evaluation mode, built from the config of the run that the checkpoint is in."""
+    run, prefix = RunFolder(checkpoint.parent.parent), "model."
     if not run.config_file.exists():
-        raise InputError(f"{path} is outside of its run: put it back into the run's folder 'checkpoints'.")
-    return run
+        raise InputError(f"{checkpoint} is outside of its run: put it back into the run's folder 'checkpoints'.")
+    objective, stored = build_objective(run.config()), read_checkpoint(checkpoint).tensors
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    if wrong := misfit(tensors, objective.state_dict()):
+        raise InputError(f"{checkpoint} does not fit the config.json of its run ({wrong}): restore that file.")
+    objective.load_state_dict(tensors, strict=True)
+    return objective.eval()
 
 
-def _part_of_run(path: Path, part: Part) -> Encoder:
-    """Return an encoder of a checkpoint, or of the newest one of a run."""
-    file = RunFolder(path).newest_checkpoint() if path.is_dir() else path
-    if file is None or not is_checkpoint(file):
-        raise InputError(f"{path} has no checkpoint, and only checkpoints hold two encoders: leave #{part} out.")
-    return _from_checkpoint(file, part)
-
-
-def _from_checkpoint(path: Path, part: Part = "target_encoder") -> Encoder:
-    """Return an encoder of a checkpoint; an objective without a target encoder has one for both parts."""
-    encoder, tensors = build_encoder(run_of_checkpoint(path).config().encoder), read_checkpoint(path).tensors
-    found: dict[str, Tensor] = {}
-    for prefix in ("model.encoder.", "model.target.")[: 1 if part == "encoder" else 2]:
-        found = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)} or found
-    if wrong := misfit(found, encoder.state_dict()):
-        raise InputError(f"{path} does not fit the config.json of its run ({wrong}): restore that file.")
-    encoder.load_state_dict(found, strict=True)
-    return encoder.eval()
+def _from_checkpoint(path: Path, part: Part | None) -> Encoder:
+    """Return an encoder of a checkpoint, the target encoder by default; an objective without one has one for both parts."""
+    objective = objective_of(path)
+    if part != "encoder":
+        # The trained encoder's parameters have gradients, for fine-tuning; the target's have none.
+        objective.encoder.load_state_dict(objective.frozen.state_dict())
+    return objective.encoder

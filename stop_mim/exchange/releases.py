@@ -24,7 +24,7 @@ OTHER_NAMES = {
     "timm:NAME": "a Vision Transformer of timm",
     "untrained:NAME": "the same network with random weights",
 }
-MODEL_FILES = ("config.json", "preprocessor_config*.json", "*.safetensors", "*.safetensors.index.json")
+MODEL_FILES = ("config.json", "preprocessor_config*.json", "model.safetensors*", "model-*.safetensors")
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from stop_mim.options import ApplyTo, Convention, MaskConfig
 
 EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
 TargetResolution = Literal["full", "bilinear", "max"]
-PositionsKind = Literal["stochastic", "sincos", "learned", "jittered"]
+PositionsKind = Literal["stochastic", "sincos", "learned"]
 Initialisation = Literal["scaled", "release"]
 
 IJEPA_ONLY = OnlyWith("objective.kind", ("ijepa",))
+DATA2VEC_ONLY = OnlyWith("objective.kind", ("data2vec",))
 STOCHASTIC_ONLY = OnlyWith("positions.kind", ("stochastic",))
-NOISY_ONLY = OnlyWith("positions.kind", ("stochastic", "jittered"))
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class ObjectiveConfig(Checked, group="objective"):
 
     kind: str = "ijepa"
     """ijepa: features, by a predictor; mae: pixels, by a decoder (the predictor group); data2vec: features, by the encoder."""
-    target_layers: Annotated[int, ABOVE_ZERO] = 1
-    """Number of last layers of the target encoder whose normed features are averaged (ijepa, data2vec)."""
+    target_layers: Annotated[int, ABOVE_ZERO, DATA2VEC_ONLY] = 1
+    """Number of last layers of the target encoder whose features are averaged (data2vec)."""
     beta: Annotated[float, ABOVE_ZERO] = 1.0
     """Error above which smooth-L1 is linear (ijepa, data2vec)."""
     norm_pixels: bool = True
@@ -74,23 +74,15 @@ class PositionsConfig(Checked, group="positions"):
     """Positions in the predictor: fixed for I-JEPA, stochastic for StoP."""
 
     kind: PositionsKind = "stochastic"
-    """stochastic (StoP, around sine-cosine positions), sincos (I-JEPA), learned, or jittered (ours: noisy coordinates)."""
+    """stochastic (StoP, around sine-cosine positions), sincos (I-JEPA) or learned."""
     sigma: Annotated[float, AT_LEAST_ZERO] = 0.25
     """Strength of the noise in Σ = σ A Aᵀ: a variance or a standard deviation, as the convention says."""
-    sigma_start: Annotated[float | None, AT_LEAST_ZERO, STOCHASTIC_ONLY] = None
-    """Sigma at the first step; it moves to sigma along the schedule. By default sigma is constant."""
-    sigma_schedule: Literal["linear", "cosine"] = "linear"
-    """How sigma moves from sigma_start to sigma over the run."""
-    apply_to: Annotated[ApplyTo, NOISY_ONLY] = "masked"
+    apply_to: Annotated[ApplyTo, STOCHASTIC_ONLY] = "masked"
     """Which tokens get noisy positions."""
     covariance: Annotated[str, STOCHASTIC_ONLY] = "tied"
     """Σ: tied, identity, diagonal, untied or low_rank(r)."""
     convention: Convention = "paper"
     """paper: sigma is a variance; std: a standard deviation; release: that, and the projection's bias instead of m̃."""
-    conditioned: Annotated[bool, STOCHASTIC_ONLY] = False
-    """Distribute the noise over the images of a batch by a learned head on their context (ours, not the paper's)."""
-    jitter_scale: Annotated[float, AT_LEAST_ZERO] = 0.5
-    """Standard deviation of jittered coordinates, in patches."""
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_positions
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.layers import Images
-from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed, top_layers
+from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import PROJECTION_INIT_STD
 
@@ -53,7 +53,7 @@ class MaskedInput(MaskedTokens):
         """Return the tokens of the visible patches, then those of the masked ones."""
         visible_noise, masked_noise = noise or (None, None)
         visible_tokens = self.context_tokens(visible, visible_indices, visible_noise)
-        masked_tokens = self.masked_tokens(masked_indices, visible, masked_noise)
+        masked_tokens = self.masked_tokens(masked_indices, masked_noise)
         return torch.cat([visible_tokens, masked_tokens.to(visible_tokens)], dim=1)
 
 
@@ -69,10 +69,14 @@ class Data2Vec(TargetObjective):
     """
 
     def __init__(self, encoder: Encoder, masked_input: MaskedInput, target_layers: int = 6, beta: float = 2.0) -> None:
-        super().__init__(encoder, target_layers, beta)
+        super().__init__(encoder, beta)
         if encoder.vit.num_prefix_tokens:
             raise InputError("The encoder has a class token, which data2vec does not use: give one without.")
-        self.masked_input = masked_input
+        if not 1 <= target_layers <= encoder.depth:
+            raise InputError(
+                f"objective.target_layers is {target_layers}: the encoder has {encoder.depth}, choose at most those."
+            )
+        self.masked_input, self.target_layers = masked_input, target_layers
         self.head = nn.Linear(encoder.dim, encoder.dim)
         nn.init.trunc_normal_(self.head.weight, std=PROJECTION_INIT_STD)
         nn.init.zeros_(self.head.bias)
@@ -98,13 +102,15 @@ class Data2Vec(TargetObjective):
     @torch.no_grad()
     def target_features(self, images: Images, masks: Masks) -> Features:
         """Return the teacher's features of the masked patches; it sees the whole image."""
-        outputs = top_layers(self.target, images, self.target_layers, final_norm=False)
+        outputs = self.target.vit.forward_intermediates(
+            images, indices=self.target_layers, norm=False, output_fmt="NLC", intermediates_only=True
+        )
         mean = torch.stack([layer_normed(tokens) for tokens in outputs]).mean(0)
         return layer_normed(gather_patches(mean, masks.targets.flatten(1)))
 
 
 @OBJECTIVES.register("data2vec")
-def build_data2vec(config: ModelConfig, total_steps: int = 1) -> Data2Vec:
+def build_data2vec(config: ModelConfig) -> Data2Vec:
     """Build data2vec with new weights."""
     if config.positions.kind == "learned":
         raise InputError(
@@ -114,5 +120,5 @@ def build_data2vec(config: ModelConfig, total_steps: int = 1) -> Data2Vec:
         raise InputError("masks.kind is multiblock: data2vec needs one target block; choose blockwise or random.")
     encoder = build_encoder(config.encoder)
     projection = PatchProjection(encoder.vit.patch_embed.proj)
-    masked_input = MaskedInput(projection, build_positions(config.positions, encoder.grid, projection, total_steps))
+    masked_input = MaskedInput(projection, build_positions(config.positions, encoder.grid, projection))
     return Data2Vec(encoder, masked_input, config.objective.target_layers, config.objective.beta)

@@ -1,37 +1,28 @@
-"""The encoder: a timm Vision Transformer that can encode a subset of patches, and its files.
+"""The encoder: a timm Vision Transformer that can encode a subset of patches.
 
-Its weights have timm's names, so that timm loads what is trained here.
+Its weights have timm's names, so that timm loads what is trained here; `encoder_file.py` saves and reads them.
 """
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from safetensors.torch import save_file
-from timm.layers import Attention, LayerNorm, Mlp, resample_abs_pos_embed
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
 from stop_mim.models.config import EncoderSize, Initialisation
-from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Preprocessing
-from stop_mim.models.kernels.short_attention import ShortAttention
-from stop_mim.models.layers import Images, initialise_transformer, run_layer
+from stop_mim.models.frozen_encoder import FrozenEncoder, Images
 from stop_mim.positions import SinCosPositions
 
-ENCODER_FILE = "encoder.safetensors"
-FILE_FORMAT = "stop-mim encoder"
-NORM_EPS = 1e-6
 # timm's arguments for a model without a classifier, for images of any size.
 TOKENS_ONLY: dict[str, Any] = {"global_pool": "avg", "fc_norm": False, "num_classes": 0, "dynamic_img_size": True}
 
@@ -207,140 +198,47 @@ def mlp_ratio(hidden: int, width: int) -> float:
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
-def shell(architecture: dict[str, Any], norm_eps: float = NORM_EPS) -> VisionTransformer:
-    """Return timm's model on the meta device, without memory for its weights."""
-    with torch.device("meta"):
-        return VisionTransformer(**architecture, norm_layer=partial(LayerNorm, eps=norm_eps), weight_init="skip")
+def initialise_transformer(
+    parts: Iterable[nn.Module], blocks: Iterable[Any], initialisation: Initialisation = "scaled", std: float = 0.02
+) -> None:
+    """Draw truncated normal weights for all linear layers of `parts`, and scale the residual branches of `blocks` by depth.
+
+    Layer l (from 1) has the last weight of both branches divided by √(2l), so that the sum of all branches has the same
+    scale at any depth. "release" leaves all weights as they are drawn, with the same std, as the released code does.
+    """
+    released = initialisation == "release"
+    for layer in (layer for part in parts for layer in part.modules()):
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            # Patches have unit variance and must keep it: with a fixed small std, positions would dominate small patches,
+            # and the first targets, features of this network, would depend on positions alone.
+            keeps_variance = isinstance(layer, nn.Conv2d) and not released
+            fan_in = layer.weight[0].numel()
+            nn.init.trunc_normal_(layer.weight, std=1 / math.sqrt(fan_in) if keeps_variance else std)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    with torch.no_grad():
+        for depth, block in enumerate([] if released else blocks, start=1):
+            for branch_end in (block.attn.proj, block.mlp.fc2):
+                branch_end.weight.div_(math.sqrt(2 * depth))
 
 
-def misfit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """Describe how named tensors differ from the expected ones: missing, unknown and misshaped. None if they fit."""
-    missing = [name for name in expected if name not in tensors]
-    unknown = [name for name in tensors if name not in expected]
-    misshaped = [
-        f"{name} is {_size(tensors[name])} instead of {_size(expected[name])}"
-        for name in expected
-        if name in tensors and tensors[name].shape != expected[name].shape
-    ]
-    found = {"missing": missing, "unknown": unknown, "of another shape": misshaped}
-    parts = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in found.items() if names]
-    return "; ".join(parts) or None
+def run_layer(
+    layer: nn.Module, tokens: Float[Tensor, "batch n dim"], recompute: bool, *arguments: Any
+) -> Float[Tensor, "batch m dim"]:
+    """Call a layer; with `recompute`, keep only its input and compute the rest again for the gradient."""
+    if recompute and torch.is_grad_enabled():
+        # The layers draw no random numbers, and a CUDA graph cannot save the state of a generator.
+        return checkpoint(layer, tokens, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return layer(tokens, *arguments)
 
 
-def require_depth(depth: Any, tensors: Mapping[str, Tensor], origin: str) -> None:
-    """Raise InputError unless the weights have that many layers; a depth of millions would fill the memory."""
-    if depth != (layers := count_layers(tensors)):
-        raise InputError(f"{origin} names a depth of {depth} and has the weights of {layers} layers: save it again.")
-
-
-def count_layers(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of layers that have weights."""
-    return len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
-
-
-def fill_encoder(
-    vit: VisionTransformer, tensors: Mapping[str, Tensor], origin: str, mean: Sequence[float], std: Sequence[float]
-) -> Encoder:
-    """Load weights into a `shell` and return the encoder in evaluation mode; raise InputError if they do not fit."""
-    if wrong := misfit(tensors, vit.state_dict()):
-        raise InputError(f"{origin} does not fit a plain Vision Transformer of its architecture: {wrong}.")
-    # Copies: the tensors may be memory-mapped from a file that is replaced later.
-    copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
-    vit.load_state_dict(copies, strict=True, assign=True)
-    encoder = Encoder(vit, mean, std)
-    vit.pos_embed.requires_grad_(not _are_sincos(encoder))
-    return encoder.eval()
-
-
-def _are_sincos(encoder: Encoder) -> bool:
-    """Whether the positions are the fixed ones, up to half precision, and thus not trained."""
-    patches = encoder.vit.pos_embed.detach()[0, -encoder.grid[0] * encoder.grid[1] :]
-    return encoder.dim % 4 == 0 and torch.allclose(
-        patches, SinCosPositions(encoder.grid, encoder.dim).table(), atol=1e-3
-    )
-
-
-def encoder_metadata(encoder: Encoder) -> dict[str, str]:
-    """Return how to build an encoder, as metadata of a file; raise InputError unless it is a plain Vision Transformer."""
-    if wrong := peculiarity(encoder):
-        raise InputError(
-            f"This encoder is not a plain Vision Transformer ({wrong}): only those can be saved or exported."
-        )
-    metadata = {
-        "format": FILE_FORMAT,
-        "architecture": json.dumps(encoder.architecture()),
-        "mean": json.dumps(encoder.mean),
-        "std": json.dumps(encoder.std),
-    }
-    if encoder.norm_eps != NORM_EPS:
-        metadata["norm_eps"] = json.dumps(encoder.norm_eps)
-    if encoder.preprocessing != STANDARD:
-        metadata["preprocessing"] = json.dumps(encoder.preprocessing._asdict())
-    return metadata
-
-
-def peculiarity(encoder: Encoder) -> str | None:
-    """Describe what an encoder has that a plain Vision Transformer has not; None if it is one."""
-    for block in encoder.vit.blocks:
-        # ShortAttention computes what the attention that it replaced computes.
-        is_known = type(block.attn) in (Attention, ShortAttention) and type(block.mlp) is Mlp
-        if type(block) is not Block or not is_known:
-            return "its layers are of another kind"
-        activation = block.mlp.act
-        if not isinstance(activation, nn.GELU) or activation.approximate != "none":
-            return f"{activation} in its layers"
-    return misfit(encoder.vit.state_dict(), shell(encoder.architecture()).state_dict())
-
-
-def save_encoder(encoder: Encoder, path: str | Path) -> None:
-    """Save an encoder as safetensors, with timm's names, and how to build the model in the metadata."""
-    metadata = encoder_metadata(encoder)
-    tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.vit.state_dict().items()}
-    write_atomically(Path(path), lambda temporary: save_file(tensors, temporary, metadata))
-
-
-def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: Path) -> Encoder:
-    """Build the encoder from the contents of a file of `save_encoder`."""
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; afterwards every module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
-        values = {name: json.loads(value) for name, value in metadata.items() if name != "format"}
-        require_depth(values["architecture"]["depth"], tensors, str(file))
-        vit = shell(values["architecture"], values.get("norm_eps", NORM_EPS))
-        mean, std = values["mean"], values["std"]
-        preprocessing = Preprocessing(**values.get("preprocessing", {}))
-    except InputError:
-        raise
-    # timm raises all kinds of errors for arguments that it does not know.
-    except Exception as error:
-        raise InputError(f"{file} has an architecture that cannot be built ({error}): save it again.") from error
-    encoder = fill_encoder(vit, tensors, str(file), mean, std)
-    encoder.preprocessing = preprocessing
-    return encoder
-
-
-def _size(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "a single number"
-
-
-def _first_few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-
-def load_timm_encoder(name: str, pretrained: bool = True) -> Encoder:
-    """Return timm's Vision Transformer of this name."""
-    if name.split(".")[0] not in timm.list_models():
-        close = timm.list_models(f"*{name.split('_patch')[0]}*")[:3] or timm.list_models("vit_small*")[:3]
-        raise InputError(f"timm has no model '{name}': choose another, such as {', '.join(close)}.")
-    try:
-        model = timm.create_model(name, pretrained=pretrained, num_classes=0, dynamic_img_size=True)
-    except TypeError:
-        model = None
-    except Exception as error:
-        raise InputError(
-            f"timm's weights of '{name}' cannot be loaded ({type(error).__name__}): check the name and the network, or "
-            "download them first."
-        ) from error
-    if not isinstance(model, VisionTransformer):
-        raise InputError(f"timm's '{name}' is not a plain Vision Transformer: choose one of timm's vit_* models.")
-    encoder = Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).eval()
-    encoder.preprocessing = Preprocessing.of_timm(model.pretrained_cfg)
-    return encoder
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

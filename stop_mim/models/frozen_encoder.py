@@ -3,7 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -12,15 +13,16 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import ChannelValues
 from stop_mim.errors import InputError
-from stop_mim.models.layers import Images
 from stop_mim.positions import Grid
 
+Images = Float[Tensor, "batch 3 height width"]
 Pool = Literal["mean", "cls"]
 # PIL's numbers of filters, which Hugging Face stores.
 FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 
 
-class Preprocessing(NamedTuple):
+@dataclass(frozen=True)
+class Preprocessing:
     """How images are resized and cropped to the encoder's size, under timm's names; the defaults are our encoders'."""
 
     interpolation: str = "bicubic"
@@ -32,7 +34,7 @@ class Preprocessing(NamedTuple):
     @classmethod
     def of_timm(cls, values: Mapping[str, Any]) -> "Preprocessing":
         """Read timm's `pretrained_cfg`."""
-        return cls(**{name: values[name] for name in cls._fields if values.get(name) is not None})
+        return cls(**{one.name: values[one.name] for one in fields(cls) if values.get(one.name) is not None})
 
     @classmethod
     def of_hub(cls, values: Mapping[str, Any]) -> "Preprocessing":
@@ -101,5 +103,5 @@ class FrozenEncoder(nn.Module, ABC):
     @property
     def transform(self) -> Callable[[Any], Tensor]:
         """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
-        how = self.preprocessing._asdict()
+        how = asdict(self.preprocessing)
         return create_transform((3, *self.image_size), mean=self.mean, std=self.std, **how)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Preprocessing
-from stop_mim.models.layers import Images
+from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Images, Preprocessing
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
 # The model types whose last layer, a classifier's, is left out.

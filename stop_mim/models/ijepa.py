@@ -15,8 +15,8 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
 from stop_mim.models.encoder import Encoder, gather_patches
-from stop_mim.models.layers import Images
-from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed, top_layers
+from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed
 from stop_mim.models.predictor import Noise, Predictor
 from stop_mim.positions import Grid
 
@@ -36,7 +36,6 @@ class IJEPA(TargetObjective):
     Args:
         encoder: the encoder that is trained; the target encoder starts as a copy.
         predictor: predicts the features of the target blocks.
-        target_layers: number of last layers of the target encoder whose normed features are averaged; I-JEPA has 1.
         beta: error above which smooth-L1 is linear.
         target_resolution: "full", or also targets at half the resolution, by "bilinear" resizing or "max" pooling. The
             predictor then has twice as many outputs, and both resolutions the same weight in the loss.
@@ -47,12 +46,11 @@ class IJEPA(TargetObjective):
         self,
         encoder: Encoder,
         predictor: Predictor,
-        target_layers: int = 1,
         beta: float = 1.0,
         target_resolution: TargetResolution = "full",
         l1_strength: float = 0.0,
     ) -> None:
-        super().__init__(encoder, target_layers, beta)
+        super().__init__(encoder, beta)
         if predictor.projection.in_features != encoder.dim:
             raise InputError(
                 f"The predictor's projection takes {predictor.projection.in_features} features and the encoder has "
@@ -91,19 +89,17 @@ class IJEPA(TargetObjective):
     def target_features(self, images: Images, masks: Masks) -> Features:
         """Return the layer-normed features of the target blocks; the target encoder sees the whole image."""
         wanted, blocks = masks.targets.flatten(1), masks.targets.shape[1:]
-        if self.target_layers == 1 and self.target_resolution == "full":
+        if self.target_resolution == "full":
             features = layer_normed(self.tokens_at(self.target, images, wanted).float())
         else:
-            features = gather_patches(self._other_targets(images), wanted)
+            features = gather_patches(self._two_resolutions(images), wanted)
         return features.unflatten(1, blocks)
 
-    def _other_targets(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
-        """Return the mean of several layers, followed by features at half the resolution, where there are any."""
-        mean = torch.stack(top_layers(self.target, images, self.target_layers, final_norm=True)).mean(0)
-        if self.target_resolution == "full":
-            return layer_normed(mean)
-        lower = lower_resolution(mean, self.target.grid_of(images), self.target_resolution)
-        return torch.cat([layer_normed(mean), layer_normed(lower)], dim=-1)
+    def _two_resolutions(self, images: Images) -> Float[Tensor, "batch n_patches two_dims"]:
+        """Return the features of all patches, followed by those at half the resolution."""
+        tokens = self.target(images)
+        lower = lower_resolution(tokens, self.target.grid_of(images), self.target_resolution)
+        return torch.cat([layer_normed(tokens), layer_normed(lower)], dim=-1)
 
 
 def tokens_at(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n dim"]:
@@ -121,10 +117,10 @@ def lower_resolution(
 
 
 @OBJECTIVES.register("ijepa")
-def build_ijepa(config: ModelConfig, total_steps: int = 1) -> IJEPA:
+def build_ijepa(config: ModelConfig) -> IJEPA:
     """Build I-JEPA, or StoP, with new weights."""
     encoder, chosen = build_encoder(config.encoder), config.objective
     predictor = build_predictor(
-        config, encoder, total_steps, outputs=None if chosen.target_resolution == "full" else 2 * encoder.dim
+        config, encoder, outputs=None if chosen.target_resolution == "full" else 2 * encoder.dim
     )
-    return IJEPA(encoder, predictor, chosen.target_layers, chosen.beta, chosen.target_resolution, chosen.l1_strength)
+    return IJEPA(encoder, predictor, chosen.beta, chosen.target_resolution, chosen.l1_strength)

@@ -11,7 +11,7 @@ from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.layers import Images
+from stop_mim.models.frozen_encoder import Images
 from stop_mim.models.objective import OBJECTIVES, Objective
 from stop_mim.models.predictor import Noise, Predictor
 
@@ -68,8 +68,8 @@ class MAE(Objective):
 
 
 @OBJECTIVES.register("mae")
-def build_mae(config: ModelConfig, total_steps: int = 1) -> MAE:
+def build_mae(config: ModelConfig) -> MAE:
     """Build MAE with new weights; the predictor group describes its decoder."""
     encoder = build_encoder(config.encoder)
-    decoder = build_predictor(config, encoder, total_steps, outputs=3 * math.prod(encoder.patch_size))
+    decoder = build_predictor(config, encoder, outputs=3 * math.prod(encoder.patch_size))
     return MAE(encoder, decoder, config.objective.norm_pixels)

@@ -7,56 +7,57 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from stop_mim.data.stored import Progress
+
 TEMPERATURE = 0.07
-QUERIES_AT_A_TIME = 1024
+# These bound memory.
+QUERIES_AT_A_TIME = 2048
 KEYS_AT_A_TIME = 131_072
 
 
-def nearest(
+def knn_votes(
     keys: Sequence[Float[Tensor, "_ dim"]],
+    labels: Int[Tensor, " n"],
     queries: Float[Tensor, "m dim"],
-    k: int,
-    centre: Float[Tensor, " dim"] | None = None,
-) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
-    """Return cosines and indices of the k nearest keys, nearest first.
+    ks: Sequence[int],
+    classes: int,
+    temperature: float = TEMPERATURE,
+    progress: Progress | None = None,
+) -> dict[int, Float[Tensor, "m classes"]]:
+    """Return, for each k, the votes of the k nearest keys for each class; the weight of a vote is exp(cosine / temperature).
 
     Args:
         keys: features in chunks, on any device; the work is done on the device of the queries.
-        centre: subtracted from keys and queries.
+        labels: the class of each key, on the device of the queries.
+        progress: called with the number of queries that are done, and of all.
     """
-    shift = torch.zeros_like(queries[0]) if centre is None else centre
-    queries = F.normalize(queries - shift, dim=1)
+    found: dict[int, list[Tensor]] = {k: [] for k in ks}
+    done = 0
+    for part in queries.split(QUERIES_AT_A_TIME):
+        cosines, numbers = nearest(keys, part, max(ks))
+        # Weights relative to the nearest: the same ranking of classes, and no overflow at low temperatures.
+        weights = ((cosines - cosines[:, :1]) / temperature).exp()
+        for k, parts in found.items():
+            zeros = weights.new_zeros(len(part), classes)
+            parts.append(zeros.scatter_add(1, labels[numbers[:, :k]], weights[:, :k]))
+        done += len(part)
+        if progress is not None:
+            progress(done, len(queries))
+    return {k: torch.cat(parts) for k, parts in found.items()}
+
+
+def nearest(
+    keys: Sequence[Float[Tensor, "_ dim"]], queries: Float[Tensor, "m dim"], k: int
+) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
+    """Return cosines and indices of the k nearest keys (all if there are fewer), nearest first."""
+    queries = F.normalize(queries, dim=1)
     cosines, numbers, first = queries.new_empty(len(queries), 0), queries.new_empty(len(queries), 0).long(), 0
     for chunk in keys:
         for part in chunk.split(KEYS_AT_A_TIME):
-            block = queries @ F.normalize(part.to(queries, non_blocking=True) - shift, dim=1).T
+            block = queries @ F.normalize(part.to(queries, non_blocking=True), dim=1).T
             here, where = block.topk(min(k, len(part)), dim=1)
             cosines, numbers = torch.cat([cosines, here], 1), torch.cat([numbers, where + first], 1)
             cosines, order = cosines.topk(min(k, cosines.shape[1]), dim=1)
             numbers = numbers.gather(1, order)
             first += len(part)
     return cosines, numbers
-
-
-def votes(
-    cosines: Float[Tensor, "m k"], labels: Int[Tensor, "m k"], classes: int, temperature: float = TEMPERATURE
-) -> Float[Tensor, "m classes"]:
-    """Return the votes of neighbours with these labels, each of weight exp(cosine / temperature)."""
-    # Weights relative to the nearest: the same ranking of classes, and no overflow at low temperatures.
-    weights = ((cosines - cosines[:, :1]) / temperature).exp()
-    return weights.new_zeros(len(weights), classes).scatter_add(1, labels, weights)
-
-
-def knn_votes(
-    train_features: Float[Tensor, "n dim"],
-    train_labels: Int[Tensor, " n"],
-    queries: Float[Tensor, "m dim"],
-    k: int,
-    classes: int,
-) -> Float[Tensor, "m classes"]:
-    """Return the votes of the k nearest training images."""
-    parts = []
-    for part in queries.split(QUERIES_AT_A_TIME):
-        cosines, numbers = nearest([train_features], part, k)
-        parts.append(votes(cosines, train_labels[numbers], classes))
-    return torch.cat(parts)

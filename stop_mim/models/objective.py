@@ -14,7 +14,7 @@ from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.config import ModelConfig
 from stop_mim.models.encoder import Encoder
-from stop_mim.models.layers import Images
+from stop_mim.models.frozen_encoder import Images
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import Positions
 from stop_mim.registry import Registry
@@ -81,9 +81,9 @@ class Objective(nn.Module, ABC):
         """Move the target encoder, if there is one, by this fraction of its distance to the encoder."""
 
 
-Builder = Callable[[ModelConfig, int], Objective]
+Builder = Callable[[ModelConfig], Objective]
 OBJECTIVES: Registry[Builder] = Registry("objective", "stop_mim.models")
-"""Functions from a config and the total number of steps to an objective with new weights, by `objective.kind`."""
+"""Functions from a config to an objective with new weights, by `objective.kind`."""
 
 
 class TargetObjective(Objective):
@@ -91,17 +91,12 @@ class TargetObjective(Objective):
 
     Args:
         encoder: the encoder that is trained; the target encoder starts as a copy.
-        target_layers: number of last layers of the target encoder whose features are the targets.
         beta: error above which smooth-L1 is linear.
     """
 
-    def __init__(self, encoder: Encoder, target_layers: int, beta: float) -> None:
+    def __init__(self, encoder: Encoder, beta: float) -> None:
         super().__init__()
-        if not 1 <= target_layers <= encoder.depth:
-            raise InputError(
-                f"objective.target_layers is {target_layers}: the encoder has {encoder.depth}, choose at most those."
-            )
-        self.encoder, self.target_layers, self.beta = encoder, target_layers, beta
+        self.encoder, self.beta = encoder, beta
         self.target = copy.deepcopy(encoder).requires_grad_(False)
         self.train()
 
@@ -144,12 +139,3 @@ def _own_part(parameter: Tensor) -> Tensor:
 def layer_normed(tokens: Float[Tensor, "batch n dim"]) -> Float[Tensor, "batch n dim"]:
     """Return tokens of mean 0 and variance 1."""
     return F.layer_norm(tokens, tokens.shape[-1:])
-
-
-def top_layers(
-    encoder: Encoder, images: Images, layers: int, final_norm: bool
-) -> list[Float[Tensor, "batch n_patches dim"]]:
-    """Return the patch tokens of the last layers, after the encoder's last norm or not."""
-    return encoder.vit.forward_intermediates(
-        images, indices=layers, norm=final_norm, output_fmt="NLC", intermediates_only=True
-    )

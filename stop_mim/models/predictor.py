@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stop_mim.errors import InputError
 from stop_mim.models.config import Initialisation
-from stop_mim.models.layers import initialise_transformer, run_layer
+from stop_mim.models.encoder import initialise_transformer, run_layer
 from stop_mim.positions import PROJECTION_INIT_STD, Positions
 
 
@@ -56,17 +56,14 @@ class MaskedTokens(nn.Module):
     ) -> Float[Tensor, "batch n_tokens width"]:
         """Return c = A s + b + ψ; prefix tokens, such as a class token, have no position."""
         n_prefix = context.shape[1] - indices.shape[1]
-        positions = self.positions(indices, tokens="context", context=context[:, n_prefix:], noise=noise)
+        positions = self.positions(indices, tokens="context", noise=noise)
         return self.projection(context) + (F.pad(positions, (0, 0, n_prefix, 0)) if n_prefix else positions)
 
     def masked_tokens(
-        self,
-        indices: Int[Tensor, "rows n_target"],
-        context: Float[Tensor, "batch n_context features"],
-        noise: Float[Tensor, "rows n_target noise_dim"] | None,
+        self, indices: Int[Tensor, "rows n_target"], noise: Float[Tensor, "rows n_target noise_dim"] | None
     ) -> Float[Tensor, "rows n_target width"]:
-        """Return m = ψ̂ + m̃; each image of `context` may have several consecutive rows of indices."""
-        tokens = self.positions(indices, tokens="masked", context=context, noise=noise)
+        """Return m = ψ̂ + m̃."""
+        tokens = self.positions(indices, tokens="masked", noise=noise)
         return tokens + self.mask_token if self.positions.adds_mask_token else tokens
 
 
@@ -132,8 +129,7 @@ class Predictor(MaskedTokens):
         n_blocks, n_target = target_indices.shape[1:]
         context_noise, masked_noise = noise or (None, None)
         context_tokens = self.context_tokens(context, context_indices, context_noise)
-        patches = context[:, context.shape[1] - context_indices.shape[1] :]
-        masked_tokens = self.masked_tokens(target_indices.flatten(0, 1), patches, masked_noise)
+        masked_tokens = self.masked_tokens(target_indices.flatten(0, 1), masked_noise)
         repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
         tokens = torch.cat([repeated, masked_tokens.to(repeated)], dim=1)
         *others, last = self.blocks

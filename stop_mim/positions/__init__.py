@@ -1,7 +1,6 @@
 """Positions of patches as vectors: sine-cosine, learned, and stochastic (StoP, the paper's method).
 
-This package needs torch alone, so that it fits into any masked-image model. `NoiseScale` and `jittered` are ours and
-not the paper's.
+This package needs torch alone, so that it fits into any masked-image model.
 """
 
 from stop_mim.options import ApplyTo, Convention
@@ -15,10 +14,8 @@ from stop_mim.positions.deterministic import (
     Tokens,
     as_grid,
     sincos_frequencies,
-    sincos_positions,
 )
-from stop_mim.positions.jittered import JitteredPositions, shifted_positions
-from stop_mim.positions.stochastic import NoiseScale, StochasticPositions, stochastic_positions
+from stop_mim.positions.stochastic import StochasticPositions, stochastic_positions
 
 __all__ = [
     "COVARIANCES",
@@ -27,17 +24,13 @@ __all__ = [
     "Convention",
     "Covariance",
     "Grid",
-    "JitteredPositions",
     "LearnedPositions",
-    "NoiseScale",
     "Positions",
     "SinCosPositions",
     "StochasticPositions",
     "Tokens",
     "as_grid",
     "make_covariance",
-    "shifted_positions",
     "sincos_frequencies",
-    "sincos_positions",
     "stochastic_positions",
 ]

@@ -1,25 +1,17 @@
 """The interface of positions, and the two kinds without noise: sine-cosine and learned tables over a grid of patches."""
 
 from abc import ABC, abstractmethod
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
-from stop_mim.options import ApplyTo
 
 Grid = tuple[int, int]
 Tokens = Literal["masked", "context"]
 
 PROJECTION_INIT_STD = 0.02
-
-
-def sincos_positions(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
-    """Return sine-cosine embeddings of continuous patch coordinates; the first half of the features is the column's."""
-    frequencies = sincos_frequencies(dim).to(rows.device)
-    angles = [coordinate.to(torch.float64)[..., None] * frequencies for coordinate in (columns, rows)]
-    return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=-1).float()
 
 
 def sincos_frequencies(dim: int) -> Tensor:
@@ -38,10 +30,6 @@ class Positions(nn.Module, ABC):
 
     grid: Grid
     dim: int
-    apply_to: ApplyTo = "none"
-    """Which tokens get noise in training."""
-    noise_dim: int = 0
-    """Number of standard normal values in the noise of a token."""
     adds_mask_token: bool = True
     """Whether masked tokens also carry the learned vector m̃ that marks them as masked."""
 
@@ -49,16 +37,12 @@ class Positions(nn.Module, ABC):
     def table(self) -> Tensor:
         """Return the positions ψ of the whole grid without noise, (rows · columns, dim)."""
 
-    def forward(
-        self, indices: Tensor, *, tokens: Tokens = "masked", context: Tensor | None = None, noise: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, indices: Tensor, *, tokens: Tokens = "masked", noise: Tensor | None = None) -> Tensor:
         """Return the positions of these patches.
 
         Args:
             indices: patch indices, (B, n).
             tokens: which tokens the positions are for; noise may apply to one kind only.
-            context: encoder features of each image, (images, n, features), for noise that depends on them. Each image may
-                have several consecutive rows of indices.
             noise: the result of `draw_noise` for these indices and tokens.
         """
         return self.table()[indices]
@@ -66,43 +50,29 @@ class Positions(nn.Module, ABC):
     def draw_noise(
         self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
     ) -> Tensor | None:
-        """Draw standard normal noise, (B, n, noise_dim), for these tokens; None if they get none, as in evaluation."""
-        applies = self.applies_to(tokens)
-        return self.standard_normal(indices, generator) if applies and self.training else None
-
-    def standard_normal(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw standard normal noise, (B, n, noise_dim), in any mode."""
-        table = self.table()
-        shape = (*indices.shape, self.noise_dim)
-        return torch.randn(shape, device=table.device, dtype=table.dtype, generator=generator)
-
-    def applies_to(self, tokens: Tokens) -> bool:
-        """Return whether these tokens get noise in training."""
-        check_choice("tokens", tokens, get_args(Tokens))
-        return self.apply_to in (tokens, "both")
+        """Draw standard normal noise for these tokens; None if they get none, as in evaluation."""
+        return None
 
     def noise_power(self) -> Tensor:
-        """Return E ‖ψ̂ - ψ‖² of the tokens that get noise in training, averaged over patches and images."""
+        """Return E ‖ψ̂ - ψ‖² of the tokens that get noise in training, averaged over patches; 0 without noise."""
         return self.table().new_zeros(())
-
-    def set_step(self, step: int) -> None:
-        """Move values that follow a schedule to this training step."""
 
     def extra_repr(self) -> str:
         return f"grid={self.grid[0]}x{self.grid[1]}, dim={self.dim}"
 
 
 class SinCosPositions(Positions):
-    """Fixed two-dimensional sine-cosine positions."""
+    """Fixed two-dimensional sine-cosine positions; the first half of the features is the column's."""
 
     _table: Tensor
 
     def __init__(self, grid: Grid | int, dim: int) -> None:
         super().__init__()
         self.grid, self.dim = as_grid(grid), dim
-        rows, columns = (torch.arange(size, dtype=torch.float32) for size in self.grid)
-        table = sincos_positions(rows[:, None].expand(self.grid), columns.expand(self.grid), dim)
-        self.register_buffer("_table", table.flatten(0, 1), persistent=False)
+        rows, columns = torch.cartesian_prod(*(torch.arange(size) for size in self.grid)).unbind(1)
+        angles = [coordinate[:, None] * sincos_frequencies(dim) for coordinate in (columns, rows)]
+        table = torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1).float()
+        self.register_buffer("_table", table, persistent=False)
 
     def table(self) -> Tensor:
         return self._table

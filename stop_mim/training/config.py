@@ -82,7 +82,7 @@ class SpeedConfig(Checked, group="speed"):
     batch_size_per_device: Annotated[int | None, ABOVE_ZERO] = None
     """Images per batch on one device; gradients are accumulated up to optim.batch_size; not given: all at once."""
     loader: LoaderMode = "auto"
-    """resident: decoded once into the device's memory; streaming: decoded by workers; auto: resident where it is exact."""
+    """resident: images of one size, decoded once into memory; streaming: decoded by workers; auto: resident if they fit."""
     workers: Annotated[int | None, AT_LEAST_ZERO] = None
     """Worker processes that decode streamed images; not given: one per core, at most eight."""
     decode: Decode = "auto"

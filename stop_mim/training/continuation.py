@@ -92,12 +92,10 @@ def open_checked_images(
     identity = {
         "version": CHECKPOINT_VERSION,
         "data": images.source.fingerprint(),
-        "contents": images.source.contents(),
+        "contents": images.source.fingerprint(times=False),
         **images.choices,
         "device": ranks.device.type,
         "threads": torch.get_num_threads(),
-        # Such noise is relative to the other images on the device.
-        "batch_size_per_device": inputs.per_device if config.positions.conditioned else None,
     }
     # Local copies have other times, and the same contents.
     require_same(f"The data '{config.data}'", identity["contents"] or identity["data"], ranks)
@@ -121,11 +119,6 @@ def check_continuation(
     # A copy of the data has other times. Checkpoints of earlier versions have no contents.
     if before["data"] != now["data"] and before.get("contents") != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
-    if before["batch_size_per_device"] != now["batch_size_per_device"]:
-        warn(
-            f"positions.conditioned is True and speed.batch_size_per_device was {before['batch_size_per_device']} and is "
-            f"{now['batch_size_per_device']} now: the noise of an image depends on it."
-        )
     if now["device"] == "cpu" and before.get("threads", now["threads"]) != now["threads"]:
         warn(
             f"This run used {before['threads']} CPU thread(s) and continues with {now['threads']}: sums are rounded "

@@ -25,7 +25,7 @@ from stop_mim.seeds import derive_seed
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.callbacks.checkpoint import SaveRun, SaveShardedRun
 from stop_mim.training.callbacks.health import WatchHealth
-from stop_mim.training.callbacks.metrics import MoveSigma, RecordMetrics
+from stop_mim.training.callbacks.metrics import RecordMetrics
 from stop_mim.training.callbacks.probe import RunProbe, open_probe_data
 from stop_mim.training.callbacks.progress import ProgressDisplay, RecordStatus, ShowProgress
 from stop_mim.training.callbacks.trackers import open_trackers
@@ -158,7 +158,7 @@ def assemble(
     steps_per_epoch = images.order.batches_per_epoch // inputs.batches_per_step
     total_steps = optim.epochs * steps_per_epoch
     torch.manual_seed(derive_seed(config.seed, "weights"))
-    objective = build_objective(config, total_steps).to(device)
+    objective = build_objective(config).to(device)
     model = share(objective, ranks, speed.sharding, is_half(speed.precision, device), speed.reshard)
     optimiser = make_optimiser(objective, optim, device)
     autocast = autocast_for(speed.precision, device)
@@ -171,7 +171,6 @@ def assemble(
         total_steps=total_steps,
         model=objective,
         optimiser=optimiser,
-        callbacks=[MoveSigma(objective)],
         ranks=ranks,
         seed=config.seed,
         warn=warn,

@@ -17,7 +17,7 @@ import torch
 from stop_mim.data.image_source import skipped
 from stop_mim.errors import InputError, printable
 from stop_mim.files import append_line, locked, remove_temporaries, require_regular, write_atomically
-from stop_mim.models.encoder import ENCODER_FILE
+from stop_mim.models.encoder_file import ENCODER_FILE
 from stop_mim.records import MOST, from_plain, read_record
 from stop_mim.training.checkpoint import checkpoints_in
 from stop_mim.training.config import TrainConfig, to_json

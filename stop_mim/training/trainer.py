@@ -41,9 +41,6 @@ class Callback:
     def start(self, trainer: "Trainer") -> None:
         """Prepare for the first step of this session."""
 
-    def before_step(self, trainer: "Trainer") -> None:
-        """Prepare the next step, whose number is `trainer.done`; called on every process."""
-
     def reads(self, step: int) -> bool:
         """Whether this callback needs the outcomes after this step; reading them waits for the device."""
         return False
@@ -164,8 +161,6 @@ class Trainer:
 
     def take_step(self, batches: Iterator[Any]) -> tuple[Any, Outcome]:
         """Take one step; return its batch, and its outcome on the device."""
-        for callback in self.callbacks:
-            callback.before_step(self)
         self.values, self.measurements = self.schedule(self.done), {}
         watch.mark(f"step {self.done + 1}, reading images")
         batch = next(batches)

@@ -15,7 +15,7 @@ from stop_mim.analysis.noise import (
     similarity_maps,
 )
 from stop_mim.errors import InputError
-from stop_mim.positions import JitteredPositions, LearnedPositions, Positions, SinCosPositions, StochasticPositions
+from stop_mim.positions import LearnedPositions, Positions, SinCosPositions, StochasticPositions
 
 DIM, GRID, PATCH = 16, (4, 6), 8
 
@@ -84,13 +84,13 @@ def test_learned_positions_have_no_frequencies_and_other_noise_no_covariance():
     learned = noise_spectrum(with_factor(torch.randn(DIM, 24), base=LearnedPositions(GRID, DIM)))
     assert learned.by_frequency is learned.frequencies is None
     without = with_factor(torch.randn(DIM, 24), apply_to="none")
-    for positions in (SinCosPositions(4, DIM), JitteredPositions(4, DIM), without):
+    for positions in (SinCosPositions(4, DIM), without):
         with pytest.raises(InputError, match="stochastic"):
             noise_spectrum(positions)
 
 
 def test_without_noise_all_maps_are_the_fixed_one_and_with_it_they_are_not():
-    for positions in (stochastic(sigma=0.0), SinCosPositions(GRID, DIM), JitteredPositions(GRID, DIM, scale=0.0)):
+    for positions in (stochastic(sigma=0.0), SinCosPositions(GRID, DIM)):
         maps = similarity_maps(positions, PATCH, seeded(), draws=4)
         assert maps.fixed.shape == GRID
         assert maps.fixed.argmax() == PATCH

@@ -51,7 +51,7 @@ def test_a_map_sums_to_one_and_peaks_where_the_prediction_points(seer):
     assert torch.equal(prediction_map(seer, images()[0], MASKS, patch=14), maps[0, 2].unflatten(0, GRID))
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("ijepa", 1), ("ijepa", 2), ("data2vec", 2)])
+@pytest.mark.parametrize(("kind", "layers"), [("ijepa", 1), ("data2vec", 2)])
 def test_real_objectives_give_maps_in_the_space_of_their_targets(tmp_path, kind, layers):
     torch.manual_seed(0)
     config = tiny_config(

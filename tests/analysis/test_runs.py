@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from analysed_runs import evaluation, pretend, probed, top1, train_tiny
+from analysed_runs import evaluation, pretend, probed, top1
 
 from stop_mim.analysis.runs import Noise, RunRecords, check_comparable, common_score, read_records
 from stop_mim.errors import InputError
@@ -24,15 +24,6 @@ def test_a_run_is_opened_with_its_newest_weights_in_evaluation_mode(stop_run):
     assert run.results == []
 
 
-def test_sigma_of_a_schedule_is_the_one_of_the_checkpoint(tmp_path):
-    folder = train_tiny(
-        tmp_path / "scheduled", positions=PositionsConfig(sigma=1.0, sigma_start=0.0), stop_after_steps=5
-    )
-    run = read_records(folder)
-    assert run.objective.positions.sigma == pytest.approx(4 / 7)
-    assert run.objective.positions.sigma == pytest.approx(run.newest("sigma"))
-
-
 def test_weights_that_do_not_fit_and_missing_metrics_are_errors(stop_run, tmp_path):
     odd = pretend(
         stop_run, tmp_path / "odd", encoder=EncoderConfig("tiny", image_size=(32, 48), patch_size=8, width=48)
@@ -51,7 +42,6 @@ def test_noise_by_form_and_sigma(tmp_path):
     assert of(covariance="identity", sigma=1) == Noise("identity", 1.0)
     for silent in ({"kind": "sincos"}, {"sigma": 0.0}, {"apply_to": "none"}, {"kind": "learned"}):
         assert of(**silent) == Noise("none", 0.0)
-    assert of(kind="jittered", jitter_scale=0.7) == Noise("jittered", 0.7)
 
 
 def test_only_runs_that_differ_in_noise_and_seed_are_comparable(stop_run, tmp_path):
@@ -61,7 +51,6 @@ def test_only_runs_that_differ_in_noise_and_seed_are_comparable(stop_run, tmp_pa
         "fixed": {"positions": PositionsConfig(kind="sincos")},
         "identity": {"positions": PositionsConfig(covariance="identity")},
         "context": {"positions": PositionsConfig(sigma=1.0, apply_to="context")},
-        "scheduled": {"positions": PositionsConfig(sigma=1.0, sigma_start=0.0)},
         "learned": {"positions": PositionsConfig(kind="learned")},
         "longer": {"optim": OptimConfig(epochs=5, warmup_epochs=0.5)},
         "released": {"positions": PositionsConfig(kind="sincos", convention="release")},
@@ -73,7 +62,6 @@ def test_only_runs_that_differ_in_noise_and_seed_are_comparable(stop_run, tmp_pa
     check_comparable([runs["fixed"], runs["context"]])
     for name, complaint in {
         "context": "differ in positions.apply_to",
-        "scheduled": "differ in positions.sigma_start",
         "released": "differ in positions.convention",
         "longer": "differ in optim.epochs",
         "twin": "the same run with the same seed",

@@ -16,7 +16,7 @@ from stop_mim.errors import InputError
 from stop_mim.training import pretrain
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.config import EncoderConfig, MaskConfig, PositionsConfig
+from stop_mim.training.config import EncoderConfig, MaskConfig
 from stop_mim.training.run_folder import RunFolder
 
 COMMON = {"masks", "whole forward", "backward", "optimiser"}
@@ -71,7 +71,7 @@ def test_a_captured_step_and_its_parts_on_a_gpu(tiny, short, kind):
 
 
 def test_the_measured_step_is_the_one_that_trains(tiny, tmp_path):
-    config = tiny(stop_after_steps=3, out=str(tmp_path / "run"), positions=PositionsConfig(sigma_start=0.1))
+    config = tiny(stop_after_steps=3, out=str(tmp_path / "run"))
     pretrain.train(config, console=Console(file=io.StringIO()))
     run = opened(config, uses_data=True)
     with steps_of(run) as step:

@@ -39,7 +39,7 @@ class Painted(ImageSource):
     def describe(self, index):
         return f"image {index}"
 
-    def fingerprint(self):
+    def fingerprint(self, times=True):
         return "painted"
 
     def stacked(self):

@@ -14,19 +14,18 @@ from PIL import ImageOps
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2.functional import resized_crop
 
-from stop_mim.data import decode
+from stop_mim.data import decode, gpu_decode
 from stop_mim.data.augment import crop_boxes, draw
 from stop_mim.data.decode import (
     MAX_PIXELS,
     BadImage,
     OpenedImage,
     cut,
-    cut_each,
     decode_image,
-    decode_on_gpu,
     image_size,
     jpeg_header,
 )
+from stop_mim.data.gpu_decode import cut_each, decode_on_gpu, suits_gpu
 
 WIDTH, HEIGHT = 40, 24
 
@@ -200,7 +199,7 @@ UNUSUAL = {
 
 def with_pillow(encoded, monkeypatch):
     with monkeypatch.context() as context:
-        context.setattr(decode, "_torchvision_operator", lambda name: None)
+        context.setattr(decode, "torchvision_operator", lambda name: None)
         return decode_image(encoded, "a")
 
 
@@ -250,7 +249,7 @@ def test_a_part_is_that_of_torchvision(box, size, kind):
 @pytest.mark.parametrize("sizes", [((40, 60), (50, 30), (33, 33), (9, 90)), ((40, 60),)])
 @pytest.mark.parametrize("at_once", [2**24, 3 * 40 * 50])
 def test_parts_that_are_cut_together_are_each_their_own(sizes, at_once, monkeypatch):
-    monkeypatch.setattr(decode, "GPU_PIXELS_AT_ONCE", at_once)
+    monkeypatch.setattr(gpu_decode, "PIXELS_AT_ONCE", at_once)
     images = [torch.from_numpy(np.array(smooth(n, *sizes[n % len(sizes)]))).permute(2, 0, 1) for n in range(12)]
     known = torch.tensor([image.shape[1:] for image in images])
     boxes = [tuple(b) for b in crop_boxes(known, draw(0, 0, torch.arange(12)), (0.1, 1.0), (0.5, 2.0)).tolist()]
@@ -271,9 +270,9 @@ def test_failures_of_a_gpu_are_found_by_halving_and_wrong_sizes_are_not_believed
 
 
 def test_a_gpu_is_given_whole_jpegs_in_colour():
-    suits = {case: OpenedImage.of(encoded, "a").suits_gpu for case, encoded in USUAL.items()}
+    suits = {case: suits_gpu(OpenedImage.of(encoded, "a")) for case, encoded in USUAL.items()}
     assert [case for case, suit in suits.items() if not suit] == ["grey"]
     whole = USUAL["full colour"]
-    assert OpenedImage.of(whole + bytes(10), "a").suits_gpu
+    assert suits_gpu(OpenedImage.of(whole + bytes(10), "a"))
     for encoded in (whole + b"more", whole[:-1], encode(smooth(0, 45, 70), "PNG"), UNUSUAL["lying by EXIF"]):
-        assert not OpenedImage.of(encoded, "a").suits_gpu
+        assert not suits_gpu(OpenedImage.of(encoded, "a"))

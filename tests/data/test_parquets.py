@@ -29,7 +29,7 @@ def test_a_parquet_file_with_names(tmp_path):
     touched = open_source(str(tmp_path / "x.parquet"))
     assert touched.fingerprint() != before
     # A copy, which has another time, can be resumed from: its contents are the same.
-    assert touched.contents() == source.contents() != ""
+    assert touched.fingerprint(times=False) == source.fingerprint(times=False)
 
 
 def test_several_parquet_files_by_glob(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from written_images import assert_refused, encoded, one_sentence, shades, write_parquet, write_shard
 
-from stop_mim.data import batches, data_files, order
+from stop_mim.data import data_files, lookahead, order
 from stop_mim.data.augment import AugmentConfig, RandomCrop
 from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.lookahead import mapped
@@ -122,7 +122,7 @@ def test_batches_are_the_same_for_any_ranks_and_workers_and_from_any_batch(tmp_p
     # A quarter of what is read together, so that as few files are more than are kept.
     monkeypatch.setattr(order, "BLOCKS_TOGETHER", 4)
     monkeypatch.setattr(parquet, "BLOCKS_TOGETHER", 4)
-    monkeypatch.setattr(batches, "BLOCKS_AHEAD", 8)
+    monkeypatch.setattr(lookahead, "BLOCKS_AHEAD", 8)
     monkeypatch.setattr(data_files, "BLOCKS_KEPT", 16)
     for number in range(24):
         images = [number]

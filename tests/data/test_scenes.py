@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from stop_mim.data.scenes import Scenes, render_scenes, render_video
 from stop_mim.data.sources import scenes as scenes_module
-from stop_mim.data.sources.scenes import Scenes, load_scenes, render_scenes, render_video
+from stop_mim.data.sources.scenes import load_scenes
 
 DISTANCE_BINS = [8.0, 8.5, 9.0, 9.5, 10.0]
 

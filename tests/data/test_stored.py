@@ -1,12 +1,9 @@
-"""Decoded images in the cache: the same pixels, decoded once, by whichever process comes first, and never a wrong file."""
-
-import multiprocessing
+"""Decoded images: the same pixels, decoded once, from memory or from the cache."""
 
 import numpy as np
 import pytest
 import torch
 from painted_images import Painted
-from torchvision.transforms.v2.functional import resize
 
 from stop_mim.data import stored as stored_module
 from stop_mim.data.augment import AugmentConfig, RandomCrop, TestView
@@ -22,22 +19,22 @@ EVERY = np.arange(COUNT)
 
 
 class Counted(Painted):
-    """Random images of one size, apart from odd ones."""
+    """Random images of one size."""
 
-    def __init__(self, bad=(), odd=(), seed=0):
+    def __init__(self, bad=(), seed=0):
         super().__init__(COUNT, bad)
         generator = torch.Generator().manual_seed(seed)
         self.images = torch.randint(256, (COUNT, 3, *SIZE), dtype=torch.uint8, generator=generator)
-        self.odd, self.seed = odd, seed
+        self.seed = seed
 
     def read(self, index):
         super().read(index)
-        return resize(self.images[index], [10, 40]) if index in self.odd else self.images[index]
+        return self.images[index]
 
     def size(self, index):
-        return (10, 40) if index in self.odd else SIZE
+        return SIZE
 
-    def fingerprint(self):
+    def fingerprint(self, times=True):
         return f"counted {self.seed}"
 
 
@@ -61,15 +58,11 @@ def test_all_images_are_stored_in_order_whoever_decodes_them(monkeypatch, worker
     monkeypatch.setenv("STOP_MIM_DECODED_GIB", limit)
     monkeypatch.setattr(stored_module, "_PIXELS_A_WORKER", 1)
     progress = []
-    stored = store(
-        Counted(bad=(3, 119), odd=(50,)), workers=workers, progress=lambda *numbers: progress.append(numbers)
-    )
+    stored = store(Counted(bad=(3, 119)), workers=workers, progress=lambda *numbers: progress.append(numbers))
     expected = Counted().images.clone()
     expected[[3, 119]] = 0
-    expected[50] = resize(resize(expected[50], [10, 40]), list(SIZE))
     assert torch.equal(stored.pixels, expected)
-    assert stored.bad == {3: "torn", 119: "torn"}
-    assert stored.sizes == {50: (10, 40)}
+    assert stored.bad == {3: "image 3: torn", 119: "image 119: torn"}
     assert progress == [(done, COUNT) for done in (*range(7, COUNT, 7), COUNT)]
 
 
@@ -79,8 +72,12 @@ def test_a_second_run_decodes_nothing_unless_other_pixels_are_asked_for(cache):
         stored = store(source)
         assert torch.equal(stored.pixels, source.images)
         assert stored.from_cache == (not source.reads) == (not fresh)
-    assert store_images(Counted(), EVERY, (12, 10)).pixels.shape == (COUNT, 3, 12, 10)
-    assert len(list(cache.glob("*.npy"))) == 3
+    for view in (TestView((12, 10)), TestView((12, 10), 14)):
+        for from_cache in (False, True):
+            seen = store_images(Counted(), EVERY, view.size, view=view)
+            assert torch.equal(seen.pixels, view.cut(Counted().images))
+            assert seen.from_cache == from_cache
+    assert len(list(cache.iterdir())) == 4
     # Most of the images come from the cache too, few are decoded.
     assert store(Counted(), EVERY[10:]).from_cache
     few = store(Counted(), EVERY[[4, 90]])
@@ -88,56 +85,21 @@ def test_a_second_run_decodes_nothing_unless_other_pixels_are_asked_for(cache):
     assert few.rows[[4, 90]].tolist() == [0, 1]
 
 
-def test_what_was_bad_or_odd_is_known_from_the_cache_and_may_be_good_again():
+def test_what_was_bad_is_known_from_the_cache_and_may_be_good_again():
     for from_cache in (False, True):
-        stored = store(Counted(bad=(2,), odd=(5, 7)))
-        assert stored.from_cache == from_cache
-        assert (stored.bad, stored.sizes) == ({2: "torn"}, {5: (10, 40), 7: (10, 40)})
-    assert not store(Counted(odd=(5, 7))).bad
-    assert store(Counted(odd=(5, 7))).from_cache
+        stored = store(Counted(bad=(2,)))
+        assert (stored.from_cache, stored.bad) == (from_cache, {2: "image 2: torn"})
+    again = store(Counted())
+    assert (again.from_cache, again.bad) == (True, {})
+    assert torch.equal(again.pixels[2], Counted().images[2])
 
 
-def flip_a_bit(file):
-    content = bytearray(file.read_bytes())
-    content[-1000] ^= 1
-    file.write_bytes(content)
-
-
-DAMAGES = {
-    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-100]),
-    "a bit": flip_a_bit,
-    "no record": lambda file: file.with_name(file.name + ".json").unlink(),
-    "another record": lambda file: file.with_name(file.name + ".json").write_text('{"bytes": 3}'),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_written_again(cache, damage):
+def test_a_file_that_was_cut_off_is_named(cache):
     store(Counted())
-    (file,) = cache.glob("*.npy")
-    DAMAGES[damage](file)
-    source = Counted()
-    assert torch.equal(store(source).pixels, source.images)
-    assert len(source.reads) >= COUNT
-    assert store(Counted()).from_cache
-
-
-def test_of_processes_that_begin_at_once_one_decodes(cache):
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
-
-    def work():
-        barrier.wait()
-        source = Counted()
-        results.put((torch.equal(store(source).pixels, source.images), len(source.reads)))
-
-    processes = [context.Process(target=work) for _ in range(3)]
-    for process in processes:
-        process.start()
-    assert sorted(results.get(timeout=60) for _ in processes) == [(True, 0), (True, 0), (True, COUNT)]
-    for process in processes:
-        process.join()
-    assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".npy"]
+    (file,) = cache.glob("*/pixels.npy")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InputError, match=f"{file.parent} cannot be read .*delete it"):
+        store(Counted())
 
 
 @pytest.mark.parametrize("obstacle", ["full disk", "no folder"])
@@ -150,7 +112,7 @@ def test_without_a_place_for_the_cache_images_are_decoded_with_a_warning(monkeyp
     source = Counted()
     with pytest.warns(UserWarning, match="set STOP_MIM_CACHE"):
         assert torch.equal(store(source).pixels, source.images)
-    assert not list(cache.parent.rglob("*.npy"))
+    assert not list(cache.parent.rglob("*/*"))
 
 
 def test_the_cache_can_be_limited_and_switched_off(monkeypatch, cache):
@@ -158,11 +120,7 @@ def test_the_cache_can_be_limited_and_switched_off(monkeypatch, cache):
     for limit, kept in ((0, False), ((needed - 1) / 2**30, False), (needed / 2**30, True)):
         monkeypatch.setenv("STOP_MIM_DECODED_GIB", str(limit))
         assert torch.equal(store(Counted()).pixels, Counted().images)
-        assert bool(list(cache.glob("*.npy"))) == kept
-    for wrong in ("much", "-1", "nan"):
-        monkeypatch.setenv("STOP_MIM_DECODED_GIB", wrong)
-        with pytest.raises(InputError, match=f"STOP_MIM_DECODED_GIB is '{wrong}'"):
-            store(Counted())
+        assert bool(list(cache.glob("*"))) == kept
     monkeypatch.delenv("STOP_MIM_DECODED_GIB")
     monkeypatch.setattr(stored_module, "LEAST_CACHED_BYTES", needed + 1)
     assert not store(Counted(seed=1)).from_cache

@@ -6,7 +6,7 @@ import pytest
 import torch
 from written_images import one_sentence
 
-from stop_mim.data.sources.scenes import render_video
+from stop_mim.data.scenes import render_video
 from stop_mim.data.videos import davis_palette, open_videos, read_mask, write_mask
 from stop_mim.errors import InputError
 

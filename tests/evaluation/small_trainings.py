@@ -17,9 +17,10 @@ from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.videos import Video
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import TaskData
+from stop_mim.evaluation.features import LabelledFeatures
 from stop_mim.evaluation.labelled_training import Conditions
 from stop_mim.evaluation.protocols import Protocol
-from stop_mim.evaluation.subject import Subject
+from stop_mim.evaluation.subject import Subject, feature_task
 from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions
 from stop_mim.models.encoder import Dimensions, create_encoder
@@ -76,7 +77,7 @@ class InMemory(ImageSource):
     def describe(self, index):
         return f"image {index}"
 
-    def fingerprint(self):
+    def fingerprint(self, times=True):
         return digest([self.pixels.numpy().tobytes()])
 
     def stacked(self):
@@ -103,7 +104,7 @@ def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALO
     """A task of these sets, with this protocol instead of the data's; `options` are those of the task."""
     kind = TASKS[name]
     config = evaluate_config()(speed=speed, seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
-    subject = Subject("toy", encoder, None, config, ranks, lambda name: None)
+    subject = Subject("toy", encoder, None, config, ranks)
     subject.protocol = lambda data: protocol
     data = TaskData("class", int(train.classes.max()) + 1, train, test, held_out=False)
     return kind(name, config, subject, data, progress or (lambda done, total: None))
@@ -112,6 +113,13 @@ def make_task(name, encoder, train, test, protocol=WHOLE, speed=SPEED, ranks=ALO
 def scores_of(task):
     task.check()
     return {score.name: score.value for score in task.run()}
+
+
+def feature_scores(name, train, labels, test, test_labels, classes=5, layers=1, **options):
+    """The scores of a task of these features, by name; each row has so many layers."""
+    task = feature_task(name, classes, **options)
+    parts = (LabelledFeatures.in_memory(*part, layers) for part in ((train, labels), (test, test_labels)))
+    return {score.name: score for score in task.scores(*parts)}
 
 
 class MemoryVideo(Video):
@@ -132,7 +140,7 @@ class MemoryVideo(Video):
     def mask(self, index):
         return self.masks[index]
 
-    def fingerprint(self):
+    def fingerprint(self, times=True):
         return self.name
 
 

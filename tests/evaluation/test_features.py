@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 from functools import partial
 from itertools import combinations
 
@@ -20,15 +21,14 @@ from stop_mim.data.sources import open_source, parquet
 from stop_mim.data.stored import store_images
 from stop_mim.errors import InputError
 from stop_mim.evaluation import features as stored
-from stop_mim.evaluation.features import (
-    encoder_fingerprint,
-    extract_features,
-    features_folder,
-    pixel_features,
-    pooled_features,
-)
+from stop_mim.evaluation.config import evaluate_config
+from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder, pooled_features
+from stop_mim.evaluation.subject import Subject
+from stop_mim.evaluation.tasks.linear import LinearOptions
 from stop_mim.exchange.loading import load_encoder
-from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder, save_encoder
+from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder
+from stop_mim.models.encoder_file import save_encoder
+from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 
 VIEW = TestView((32, 32))
@@ -53,16 +53,26 @@ def test_pooled_features_are_the_encoders_own(encoder, monkeypatch):
     assert encoder.training
     images = normalise(resize_batch(pixels, (32, 32)), encoder.mean, encoder.std)
     torch.testing.assert_close(features, encoder.eval().embed(images, 2).detach(), atol=1e-5, rtol=1e-5)
-    assert torch.equal(pixel_features(pixels)[0], pixels[0].flatten() / 255)
 
 
-def extract(encoder, source, folder, ranks=ALONE, **options):
-    return extract_features(encoder, source, VIEW, 2, ranks, folder, batch_size=7, workers=0, **options)
+def a_subject(encoder, ranks=ALONE, layers=2, progress=lambda done, total: None):
+    config = evaluate_config()(
+        linear=LinearOptions(layers=(layers,)), speed=SpeedConfig(workers=0, batch_size_per_device=7)
+    )
+    return Subject("toy", encoder, None, config, ranks, lambda name: progress)
 
 
-def test_chunks_hold_the_features_of_every_image_in_order(encoder, colours, tmp_path, small_chunks):
+def extract(encoder, source, images=None, **options):
+    return extract_features(a_subject(encoder, **options), source, VIEW, images)
+
+
+def chunk_file(encoder, source, chunk):
+    return features_folder(a_subject(encoder), source, VIEW) / f"chunk-{chunk:06d}.safetensors"
+
+
+def test_chunks_hold_the_features_of_every_image_in_order(encoder, colours, small_chunks):
     source = open_source(str(colours))
-    features = extract(encoder, source, tmp_path / "f")
+    features = extract(encoder, source)
     assert len(features.chunks) == 5
     assert features.indices.tolist() == list(range(48))
     pixels = torch.cat([resize_batch(source.read(index)[None], (32, 32)) for index in range(48)])
@@ -78,44 +88,45 @@ def test_chunks_hold_the_features_of_every_image_in_order(encoder, colours, tmp_
     assert features.of_images(np.arange(60)) is features
 
 
-def test_what_is_there_is_not_computed_again(encoder, colours, tmp_path, small_chunks):
+def test_what_is_there_is_not_computed_again(encoder, colours, small_chunks):
     source, seen = open_source(str(colours)), []
-    first = extract(encoder, source, tmp_path / "f").on(CPU)
-    (tmp_path / "f" / "chunk-000002.safetensors").unlink()
-    again = extract(encoder, source, tmp_path / "f", progress=lambda done, total: seen.append((done, total)))
+    first = extract(encoder, source).on(CPU)
+    chunk_file(encoder, source, 2).unlink()
+    again = extract(encoder, source, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (10, 10)
     assert torch.equal(again.on(CPU), first)
 
 
-def test_several_processes_share_the_chunks(encoder, colours, tmp_path, small_chunks, monkeypatch):
+def test_several_processes_share_the_chunks(encoder, colours, small_chunks, monkeypatch):
     monkeypatch.setattr(stored, "wait_for_all", lambda ranks: None)
-    source, together = open_source(str(colours)), tmp_path / "together"
-    with pytest.raises(FileNotFoundError, match=r"chunk-000000.safetensors"):
-        extract(encoder, source, together, Ranks(1, 2, 2, CPU))  # the other one has not done its part yet
-    chunks = sorted(path.name for path in together.glob("*.safetensors"))
-    assert chunks == [f"chunk-{n:06d}.safetensors" for n in (1, 3)]
-    shared = extract(encoder, source, together, Ranks(0, 2, 2, CPU))
-    torch.testing.assert_close(shared.on(CPU), extract(encoder, source, tmp_path / "alone").on(CPU))
-
-
-def test_images_that_cannot_be_read_are_left_out(encoder, colours, tmp_path, small_chunks, monkeypatch):
     source = open_source(str(colours))
-    whole = extract(encoder, source, tmp_path / "whole")
+    with pytest.raises(FileNotFoundError, match=r"chunk-000000.safetensors"):
+        extract(encoder, source, ranks=Ranks(1, 2, 2, CPU))  # the other one has not done its part yet
+    folder = chunk_file(encoder, source, 0).parent
+    chunks = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert chunks == [f"chunk-{n:06d}.safetensors" for n in (1, 3)]
+    shared = extract(encoder, source, ranks=Ranks(0, 2, 2, CPU)).on(CPU).clone()
+    shutil.rmtree(folder)
+    torch.testing.assert_close(shared, extract(encoder, source).on(CPU))
+
+
+def test_images_that_cannot_be_read_are_left_out(encoder, colours, small_chunks, monkeypatch):
+    whole = extract(encoder, open_source(str(colours)))
     bad = sorted((colours / "train" / "green").iterdir())[0]
     bad.write_bytes(bad.read_bytes()[:40])
     source = open_source(str(colours))
     with pytest.raises(InputError, match="1 of the 48 images"):
-        extract(encoder, source, tmp_path / "f")
+        extract(encoder, source)
     monkeypatch.setattr("stop_mim.data.image_source.MAX_BAD_FRACTION", 0.5)
-    features = extract(encoder, source, tmp_path / "f")
+    features = extract(encoder, source)
     assert features.indices.tolist() == [index for index in range(48) if index != 12]
     torch.testing.assert_close(features.on(CPU), whole.on(CPU)[torch.arange(48) != 12])
 
 
-def test_some_images_alone_have_the_features_that_they_have_among_all(encoder, colours, tmp_path, small_chunks):
+def test_some_images_alone_have_the_features_that_they_have_among_all(encoder, colours, small_chunks):
     source, some = open_source(str(colours)), np.array([0, 3, *range(9, 30), 47])
-    whole, seen = extract(encoder, source, tmp_path / "all"), []
-    part = extract(encoder, source, tmp_path / "some", images=some, progress=lambda *step: seen.append(step))
+    whole, seen = extract(encoder, source), []
+    part = extract(encoder, source, some, progress=lambda *step: seen.append(step))
     assert (len(part.chunks), seen[-1]) == (3, (24, 24))
     assert part.indices.tolist() == some.tolist()
     torch.testing.assert_close(part.on(CPU), whole.on(CPU)[torch.from_numpy(some)], atol=2e-3, rtol=0)
@@ -135,8 +146,7 @@ def test_no_cache_mixes_up_a_file_and_its_shuffled_copy(encoder, tmp_path, monke
         assert torch.equal(
             store_images(source, np.arange(40), (24, 24)).pixels, torch.tensor(pixels.copy()).permute(0, 3, 1, 2)
         )
-        folder = features_folder(encoder_fingerprint(encoder), source, VIEW, 2, CPU)
-        return (tmp_path / "a.parquet").stat().st_size, extract(encoder, source, folder).on(CPU)
+        return (tmp_path / "a.parquet").stat().st_size, extract(encoder, source).on(CPU)
 
     (size, first), (other_size, shuffled) = features_of(noise), features_of(noise[::-1])
     assert size == other_size
@@ -153,21 +163,20 @@ def bitmap(pixels):
 
 
 def test_the_folder_depends_on_all_that_decides_the_features(encoder, colours):
-    source = open_source(str(colours))
-    before = encoder_fingerprint(encoder)
-    assert before == encoder_fingerprint(encoder)
+    source, subject = open_source(str(colours)), a_subject(encoder)
+    assert subject.fingerprint == encoder_fingerprint(encoder)
+    names = {
+        features_folder(subject, source, VIEW).name,
+        features_folder(a_subject(encoder, layers=1), source, VIEW).name,
+        features_folder(subject, source, VIEW, np.arange(3)).name,
+        features_folder(subject, source, VIEW, np.arange(4)).name,
+        features_folder(subject, source, TestView((32, 32), 37)).name,
+        features_folder(subject, open_source(str(colours), "test"), VIEW).name,
+        features_folder(a_subject(encoder, Ranks(0, 1, 1, torch.device("cuda"))), source, VIEW).name,
+    }
     with torch.no_grad():
         encoder.vit.blocks[0].mlp.fc1.bias[3] += 1
-    names = {
-        features_folder(before, source, VIEW, 2, CPU).name,
-        features_folder(before, source, VIEW, 1, CPU).name,
-        features_folder(before, source, VIEW, 2, CPU, np.arange(3)).name,
-        features_folder(before, source, VIEW, 2, CPU, np.arange(4)).name,
-        features_folder(before, source, TestView((32, 32), 37), 2, CPU).name,
-        features_folder(before, open_source(str(colours), "test"), VIEW, 2, CPU).name,
-        features_folder(before, source, VIEW, 2, torch.device("cuda")).name,
-        features_folder(encoder_fingerprint(encoder), source, VIEW, 2, CPU).name,
-    }
+    names.add(features_folder(a_subject(encoder), source, VIEW).name)
     assert len(names) == 8
 
 
@@ -204,19 +213,19 @@ def test_the_fingerprint_changes_with_whatever_changes_the_features(tmp_path):
     assert encoder_fingerprint(again.train()) == prints[0]
 
 
-def test_features_that_are_not_finite_are_refused(encoder, colours, tmp_path):
+def test_features_that_are_not_finite_are_refused(encoder, colours):
     with torch.no_grad():
         encoder.vit.norm.weight[0] = np.inf
+    source = open_source(str(colours))
     with pytest.raises(InputError, match="not finite"):
-        extract(encoder, open_source(str(colours)), tmp_path / "f")
-    assert not list((tmp_path / "f").glob("*.safetensors"))
+        extract(encoder, source)
+    assert not chunk_file(encoder, source, 0).exists()
 
 
-def test_a_damaged_file_is_written_again_or_refused(encoder, colours, tmp_path):
-    source, file = open_source(str(colours)), tmp_path / "f" / "chunk-000000.safetensors"
-    before = extract(encoder, source, tmp_path / "f").on(CPU)
-    file.write_bytes(b"nothing")
-    assert torch.equal(extract(encoder, source, tmp_path / "f").on(CPU), before)
-    file.write_bytes(bytes(file.stat().st_size))
+def test_a_damaged_file_is_named(encoder, colours):
+    source = open_source(str(colours))
+    extract(encoder, source)
+    file = chunk_file(encoder, source, 0)
+    file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"chunk-000000.*delete the file"):
-        extract(encoder, source, tmp_path / "f")
+        extract(encoder, source)

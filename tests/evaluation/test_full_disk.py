@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from stop_mim.cli import main
-from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
+from stop_mim.models.encoder import Dimensions, create_encoder
+from stop_mim.models.encoder_file import save_encoder
 
 
 @pytest.fixture

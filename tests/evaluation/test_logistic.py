@@ -5,11 +5,22 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
-from small_trainings import CPU, coloured, make_task, small_encoder
+from small_trainings import CPU, coloured, feature_scores, make_task, small_encoder
 
-from stop_mim.evaluation import logistic, probes
-from stop_mim.evaluation.logistic import PENALTIES, STEPS, TrainingFeatures, choose_penalty, fit_stacked
-from stop_mim.evaluation.probes import DEFAULT_PENALTY, LOW_SHOT_PENALTIES, choose_penalties, linear_probe, low_shot
+from stop_mim.evaluation import logistic
+from stop_mim.evaluation.features import LabelledFeatures
+from stop_mim.evaluation.logistic import (
+    DEFAULT_PENALTY,
+    LOW_SHOT_PENALTIES,
+    PENALTIES,
+    STEPS,
+    TrainingFeatures,
+    choose_penalties,
+    choose_penalty,
+    fit_stacked,
+)
+from stop_mim.evaluation.subject import feature_task
+from stop_mim.models.accuracy import top_accuracy
 
 
 def fit(features, labels, penalty, standardise=True):
@@ -111,16 +122,11 @@ def test_the_search_ends_when_nothing_improves(clusters):
 # The task linear
 
 
-def probe_scores(features, labels, test_features, test_labels, classes=5, **options):
-    sets = ({1: [features]}, labels, {1: [test_features]}, test_labels, classes, CPU)
-    return {score.name: score for score in linear_probe(*sets, **options)}
-
-
 def test_nothing_is_chosen_by_the_test_set(clusters):
     features, labels, test_features, test_labels = clusters
-    scores = probe_scores(*clusters, standardise=(True,))
+    scores = feature_scores("linear", *clusters, standardise=(True,))
     assert scores["last1/batch_norm/penalty"].value == choose_penalty([features], labels, 5, CPU).penalty
-    shuffled = probe_scores(features, labels, test_features, test_labels.flip(0), standardise=(True,))
+    shuffled = feature_scores("linear", features, labels, test_features, test_labels.flip(0), standardise=(True,))
     for name, score in scores.items():
         if score.metric in ("penalty", "held_out_top1"):
             assert shuffled[name] == score
@@ -130,32 +136,30 @@ def test_nothing_is_chosen_by_the_test_set(clusters):
 def test_held_out_images_choose_the_kind_of_features(clusters):
     features, labels, test_features, test_labels = clusters
     noise = torch.randn(900, 20, generator=torch.Generator().manual_seed(3))
-    # On the test images the useless features (2) are the good ones: they must not be chosen.
-    train, test = {1: [features], 2: [noise[:600]]}, {1: [noise[600:]], 2: [test_features]}
-    found = linear_probe(train, labels, test, test_labels, 5, CPU, standardise=(True,))
-    scores = {score.name: score for score in found}
+    # The layer before the last tells the classes, but wrong ones of the test images: there the last layer alone is better.
+    train, test = torch.cat([features, noise[:600]], 1), torch.cat([test_features, noise[600:]], 1)
+    scores = feature_scores("linear", train, labels, test, (test_labels + 1) % 5, layers=2, standardise=(True,))
     assert set(scores) == {
         f"{kind}{metric}"
         for kind in ("", "last1/batch_norm/", "last2/batch_norm/")
         for metric in ("top1", "penalty", "held_out_top1")
     }
-    assert scores["last1/batch_norm/held_out_top1"].value > scores["last2/batch_norm/held_out_top1"].value
+    assert scores["last1/batch_norm/top1"].value > scores["last2/batch_norm/top1"].value
     for metric in ("top1", "held_out_top1"):
-        assert scores[metric].value == scores[f"last1/batch_norm/{metric}"].value
+        assert scores[metric].value == scores[f"last2/batch_norm/{metric}"].value
     assert [name for name, score in scores.items() if score.headline] == ["top1"]
 
 
 def test_top5_and_progress(clusters):
     seen = []
-    scores = probe_scores(*clusters, classes=6, progress=lambda done, total: seen.append((done, total)))
+    scores = feature_scores("linear", *clusters, classes=6, progress=lambda done, total: seen.append((done, total)))
     assert scores["top5"].value >= scores["top1"].value
     assert scores["top5"].high <= 100
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1]
     fewer = [part[:50] for part in clusters]
-    assert "top5" not in probe_scores(
-        *fewer, standardise=(True,)
-    )  # Of five classes, the right one is always among the best five.
+    # Of five classes, the right one is always among the best five.
+    assert "top5" not in feature_scores("linear", *fewer, standardise=(True,))
 
 
 # The task low-shot
@@ -170,22 +174,25 @@ def few():
 
 
 def few_scores(draws, features, labels):
-    return {score.name: score for score in low_shot("10", draws, features[210:], labels[210:], 7)}
+    """Scores of draws of the first half of the images, tested on the others."""
+    task = feature_task("low-shot", 7)
+    task.draws = {"10": [np.asarray(draw) for draw in draws]}
+    train, test = (LabelledFeatures.in_memory(features[part], labels[part]) for part in (slice(210), slice(210, None)))
+    return {score.name: score for score in task.scores(train, test)}
 
 
 def test_mean_and_deviation_are_those_of_the_draws(few, monkeypatch):
-    monkeypatch.setattr(probes, "FOLDS", 2)
-    monkeypatch.setattr(probes, "LOW_SHOT_PENALTIES", (1.0, 1e-2))
+    monkeypatch.setattr(logistic, "FOLDS", 2)
+    monkeypatch.setattr(logistic, "LOW_SHOT_PENALTIES", (1.0, 1e-2))
     features, labels = few
-    draws = [(features[part : part + 70], labels[part : part + 70]) for part in (0, 70, 140)]
-    scores = few_scores(draws, *few)
+    scores = few_scores([range(70), range(70, 140), range(140, 210)], *few)
     each = [scores[f"10/draw={draw}/top1"].value for draw in range(3)]
     assert scores["10/top1"].value == pytest.approx(np.mean(each))
     assert scores["10/top1"].std == pytest.approx(np.std(each, ddof=1))
     assert scores["10/images"].value == 70
-    probe = TrainingFeatures([draws[0][0]], draws[0][1], 7, CPU).fit([scores["10/draw=0/penalty"].value])[0]
-    assert each[0] == pytest.approx(100 * probe.accuracy(features[210:], labels[210:]), abs=0.5)
-    single = few_scores([(features[:14], labels[:14])], *few)["10/top1"]
+    probe = TrainingFeatures([features[:70]], labels[:70], 7, CPU).fit([scores["10/draw=0/penalty"].value])[0]
+    assert each[0] == pytest.approx(top_accuracy(probe.logits(features[210:]), labels[210:]), abs=0.5)
+    single = few_scores([range(14)], *few)["10/top1"]
     assert single.value < min(each)
     assert (single.std, single.low < single.value < single.high) == (None, True)
 
@@ -198,25 +205,25 @@ def test_a_fraction_that_cannot_be_drawn_is_noted():
 
 def test_the_penalty_comes_from_folds_of_the_few(few, monkeypatch):
     assert (max(LOW_SHOT_PENALTIES), min(LOW_SHOT_PENALTIES)) == (10, 1e-6)
-    monkeypatch.setattr(probes, "FOLDS", 3)
-    monkeypatch.setattr(probes, "LOW_SHOT_PENALTIES", (1.0, 1e-2, 1e-4))
+    monkeypatch.setattr(logistic, "FOLDS", 3)
+    monkeypatch.setattr(logistic, "LOW_SHOT_PENALTIES", (1.0, 1e-2, 1e-4))
     features, labels = few
     draws = [(features[part : part + size], labels[part : part + size]) for part, size in ((0, 70), (70, 21), (7, 7))]
     noise = torch.randn(70, 30, generator=torch.Generator().manual_seed(1)), labels[:70]
     chosen = choose_penalties([*draws, noise], 7)
     assert chosen[0].penalty in LOW_SHOT_PENALTIES
-    assert chosen[0].held_out > 0.4 > 0.35 > chosen[3].held_out
+    assert chosen[0].held_out > 40 > 35 > chosen[3].held_out
     # With one image per class nothing can be held out.
     assert chosen[2].penalty == DEFAULT_PENALTY
-    monkeypatch.setattr(probes, "fit_together", fit_stacked)
+    monkeypatch.setattr(logistic, "fit_together", fit_stacked)
     together = choose_penalties(draws, 7)
     assert [one.penalty for one in together] == [one.penalty for one in chosen[:3]]
-    np.testing.assert_allclose([one.held_out for one in together], [one.held_out for one in chosen[:3]], atol=0.03)
+    np.testing.assert_allclose([one.held_out for one in together], [one.held_out for one in chosen[:3]], atol=3)
 
 
 def test_of_many_labels_one_part_is_held_out_as_by_the_linear_probe(few, monkeypatch):
-    monkeypatch.setattr(probes, "FEW", 100)
-    monkeypatch.setattr(probes, "LOW_SHOT_PENALTIES", PENALTIES)
+    monkeypatch.setattr(logistic, "MOST_FOLDED", 100)
+    monkeypatch.setattr(logistic, "LOW_SHOT_PENALTIES", PENALTIES)
     (ours,), theirs = choose_penalties([few], 7, seed=3), choose_penalty([few[0]], few[1], 7, CPU, seed=3)
     assert ours.penalty == theirs.penalty
     assert ours.held_out == pytest.approx(theirs.held_out)

@@ -1,24 +1,26 @@
 """Label propagation on videos whose answer is known; exchange/test_release_scores.py has the masks of its definition."""
 
 import math
+from types import SimpleNamespace
 
 import PIL.Image
 import pytest
 import torch
-from small_trainings import CPU, MemoryVideo
+from small_trainings import ALONE, CPU, MemoryVideo
 
 from stop_mim.errors import InputError
 from stop_mim.evaluation import propagation
+from stop_mim.evaluation.config import evaluate_config
+from stop_mim.evaluation.data import VideoData
 from stop_mim.evaluation.propagation import (
     image_size,
     mask_of,
     propagate,
     propagate_labels,
     seeds,
-    segment_videos,
 )
 from stop_mim.evaluation.segmentation import score_masks, score_videos
-from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
+from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions, VideoSegmentation
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.models.hub_encoder import HubEncoder
 
@@ -59,6 +61,16 @@ def config(**changes):
 
 def propagated(encoder, video, **changes):
     return list(propagate(encoder, video, config(**changes), CPU))
+
+
+def segmented(video, out, foreground=False, overlays=False, progress=lambda done, total: None):
+    """The scores of the task, which writes the masks."""
+    options = VideoOptions(masks=out, overlays=overlays, propagation=config())
+    settings = evaluate_config()(foreground=foreground, video=options)
+    subject = SimpleNamespace(encoder=MeanColour(), ranks=ALONE, place=None)
+    task = VideoSegmentation("video", settings, subject, VideoData([video], "drawn"), progress)
+    assert {score.metric: score.value for score in task.run()}["J&F"] == 100 * task.details["J&F"]
+    return task.details
 
 
 def first_mask(video):
@@ -143,13 +155,11 @@ def test_masks_are_decided_between_patches():
 
 
 def test_masks_are_saved_and_score_the_same(tmp_path):
-    videos = [DrawnVideo(steps=((4, 4), (-4, -4)))]
+    video = DrawnVideo(steps=((4, 4), (-4, -4)))
     steps, out = [], tmp_path / "masks"
     for foreground in (False, True):
-        scores = segment_videos(
-            MeanColour(), videos, config(), CPU, out, False, foreground, lambda *step: steps.append(step)
-        )
-        assert scores == score_masks(videos, out, foreground)
+        scores = segmented(video, out, foreground, progress=lambda *step: steps.append(step))
+        assert scores == score_masks([video], out, foreground)
         objects = scores["sequences"]["drawn"]["objects"]
         assert len(objects) == (1 if foreground else 2)
         assert min(one["J_mean"] for one in objects.values()) > 0.93, "objects that pass each other keep their numbers"
@@ -160,7 +170,7 @@ def test_masks_are_saved_and_score_the_same(tmp_path):
 
 def test_overlays_are_drawn(tmp_path):
     video = DrawnVideo(frames=14, steps=((2, 2), (-2, -2)))
-    segment_videos(MeanColour(), [video], config(), CPU, tmp_path, overlays=True)
+    segmented(video, tmp_path, overlays=True)
     with PIL.Image.open(tmp_path / "overlays" / "drawn.png") as sheet:
         assert sheet.size == (4 * 324 + 4, 3 * 164 + 4)
         # A pixel of the first object, red, under DAVIS's darker red.

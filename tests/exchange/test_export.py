@@ -15,7 +15,7 @@ from stop_mim.exchange import export as export_module
 from stop_mim.exchange.export import Origin, export_encoder, model_card
 from stop_mim.exchange.formats import EXPORTERS, Exported, Place, require_same_tokens
 from stop_mim.exchange.loading import run_of
-from stop_mim.models.encoder import save_encoder
+from stop_mim.models.encoder_file import save_encoder
 from stop_mim.results import Evaluation, Score, add_results
 
 FORMATS = ("timm", "hf", "onnx", "export")
@@ -81,18 +81,6 @@ def test_a_run_is_exported_and_the_code_of_its_card_loads_it(evaluated, tmp_path
     torch.testing.assert_close(tokens, stop_mim.load_encoder(evaluated)(images), atol=1e-4, rtol=1e-4)
 
 
-def test_weights_too_large_for_one_onnx_file_go_into_a_second(encoder, ours, images, tmp_path, monkeypatch):
-    require("onnx")
-    import onnxruntime
-
-    monkeypatch.setattr("stop_mim.exchange.formats.LARGEST_MESSAGE", 0)
-    folder = export_encoder(str(ours), "onnx", tmp_path / "out")
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "model.onnx", "model.onnx.data"]
-    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    tokens = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-    torch.testing.assert_close(tokens, encoder(images), atol=1e-4, rtol=1e-4)
-
-
 def test_a_program_with_other_tokens_is_refused(encoder):
     for change in (1e-3, float("nan")):
         with pytest.raises(InputError, match="onnxruntime"):
@@ -127,7 +115,7 @@ def test_mistakes_are_one_sentence_and_write_nothing(ours, tmp_path, capsys, mon
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    monkeypatch.setattr(export_module, "get_token", lambda: None)
     for arguments, named in [
         (["--to", "timm", "--out", "full"], "full"),
         (["--to", "pdf", "--out", "out"], "pdf"),
@@ -140,12 +128,9 @@ def test_mistakes_are_one_sentence_and_write_nothing(ours, tmp_path, capsys, mon
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert named in line
-    for name in ("onnx", "huggingface_hub"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(MissingExtra, match=r"stop-mim\[onnx\]"):
         export_encoder(str(ours), "onnx", tmp_path / "out")
-    with pytest.raises(MissingExtra, match=r"stop-mim\[hf\]"):
-        export_encoder(str(ours), "timm", tmp_path / "out", push="some/body")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -165,10 +150,9 @@ class Hub:
 
 
 def test_pushing(ours, tmp_path, capsys, monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub", reason="needs the extra hf")
     Hub.calls = []
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "secret")
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(export_module, "get_token", lambda: "secret")
+    monkeypatch.setattr(export_module, "HfApi", Hub)
     main(["export", str(ours), "--to", "timm", "--out", str(tmp_path / "out"), "--push", "me/it"])
     assert Hub.calls == [
         ("create", "me/it", {"private": True, "exist_ok": True}),

@@ -14,7 +14,8 @@ from stop_mim.cli import main
 from stop_mim.errors import InputError
 from stop_mim.exchange.initial_weights import initialise
 from stop_mim.models.build import build_objective
-from stop_mim.models.encoder import Dimensions, create_encoder, save_encoder
+from stop_mim.models.encoder import Dimensions, create_encoder
+from stop_mim.models.encoder_file import save_encoder
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.config import (
     EncoderConfig,
@@ -99,6 +100,8 @@ def test_a_run_or_a_checkpoint_of_our_own(run, two_steps):
         initialise(objective, name)
         tensors = read_checkpoint(path).tensors
         assert all(torch.equal(tensor, tensors[f"model.{name}"]) for name, tensor in objective.state_dict().items())
+    for name in (f"{run}#encoder", f"{first}#target_encoder", run / "encoder.safetensors"):
+        assert initialise(built(two_steps), name).startswith("the encoder of")
     wider = replace(two_steps, predictor=PredictorConfig(width=32, depth=1, heads=2))
     refuses(built(wider), run, r"predictor.* is 16 instead of 32.*encoder.safetensors")
     refuses(built(replace(two_steps, predictor=PredictorConfig(16, 1, heads=4))), run, "2 heads there and 4 here")
@@ -136,15 +139,15 @@ def test_an_encoder_of_another_shape_is_refused(tmp_path, encoder, two_steps):
     save_encoder(encoder, tmp_path / "wider.safetensors")
     refuses(built(two_steps), tmp_path / "wider.safetensors", "does not fit the encoder of this run")
     config = replace(two_steps, encoder=EncoderConfig("tiny", (32, 32), 8, width=48, depth=2, heads=3))
-    refuses(built(config), tmp_path / "wider.safetensors", r"its mean is \(0.4, 0.5, 0.6\)")
+    refuses(built(config), tmp_path / "wider.safetensors", r"its mean is \[0.4, 0.5, 0.6\] instead of")
     encoder.mean, encoder.std = (built(config).encoder.mean, built(config).encoder.std)
     save_encoder(encoder, tmp_path / "same.safetensors")
     initialise(built(config), tmp_path / "same.safetensors")
     other_heads = replace(config, encoder=replace(config.encoder, heads=6))
-    refuses(built(other_heads), tmp_path / "same.safetensors", "its heads is 3 instead of 6")
+    refuses(built(other_heads), tmp_path / "same.safetensors", "its num_heads is 3 instead of 6")
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=0)
     save_file(model.state_dict(), tmp_path / "timm.safetensors")
-    refuses(built(RELEASE), tmp_path / "timm.safetensors", r"1 unknown \(cls_token\)")
+    refuses(built(RELEASE), tmp_path / "timm.safetensors", "class_token is True instead of False")
     refuses(built(RELEASE), tmp_path / "none.pth.tar", "There is no encoder")
 
 

@@ -17,7 +17,8 @@ from stop_mim.errors import InputError
 from stop_mim.exchange.export import export_encoder
 from stop_mim.exchange.initial_weights import initialise
 from stop_mim.models.build import build_objective
-from stop_mim.models.encoder import Encoder, save_encoder
+from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder_file import save_encoder
 from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 COMMIT = "c" * 40
@@ -160,7 +161,8 @@ def test_a_model_of_transformers_and_a_published_one(hub, tmp_path, encoder, ima
     for repository, folder in (("facebook/ijepa_vith14_1k", "ijepa"), ("stop-mim/small", "timm")):
         files = (tmp_path / folder).iterdir()
         Hub.repositories[repository] = {file.name: file.read_bytes() for file in files}
-    for name, folder in (("release:ijepa-vith14-1k", "ijepa"), ("stop-mim/small", "timm")):
+    names = {"release:ijepa-vith14-1k": "ijepa", "hf:facebook/ijepa_vith14_1k": "ijepa", "stop-mim/small": "timm"}
+    for name, folder in names.items():
         loaded = stop_mim.load_encoder(name)
         assert isinstance(loaded, Encoder)
         assert same(loaded, stop_mim.load_encoder(tmp_path / folder))

@@ -29,18 +29,16 @@ def batch():
     return torch.randn(4, 3, 48, 64, generator=generator), MultiBlockMasks((6, 8)).sample(4, generator=generator)
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-def test_targets_are_the_layer_normed_mean_of_the_normed_top_layers(batch, layers):
-    model, (images, masks) = make(depth=3, target_layers=layers), batch
+def test_targets_are_the_layer_normed_features_of_the_whole_image(batch):
+    model, (images, masks) = make(depth=3), batch
     vit = model.target.vit
     torch.nn.init.normal_(vit.norm.weight)
     torch.nn.init.normal_(vit.norm.bias)
-    tokens, outputs = vit.patch_embed(images).flatten(1, 2) + vit.pos_embed, []
+    tokens = vit.patch_embed(images).flatten(1, 2) + vit.pos_embed
     for block in vit.blocks:
         tokens = block(tokens)
-        outputs.append(vit.norm(tokens))
-    mean = F.layer_norm(sum(outputs[-layers:]) / layers, (48,))
-    expected = torch.stack([mean[i, masks.targets[i]] for i in range(4)])
+    features = F.layer_norm(vit.norm(tokens), (48,))
+    expected = torch.stack([features[i, masks.targets[i]] for i in range(4)])
     torch.testing.assert_close(model.target_features(images, masks), expected, atol=1e-5, rtol=1e-5)
     assert not model.target_features(images, masks).requires_grad
 

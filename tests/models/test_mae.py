@@ -1,10 +1,12 @@
 """MAE: its loss, what the encoder sees, and the same numbers as transformers' MAE."""
 
+import re
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
-from stop_mim.exchange.importing import encoder_from_hub_names, to_timm_names
+from stop_mim.exchange.importing import read_hub_folder, to_timm_names
 from stop_mim.masking import Masks, RandomMasks
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.models.mae import MAE
@@ -98,10 +100,10 @@ def theirs():
     return model
 
 
-def copied(theirs):
+def copied(theirs, folder):
     """Our MAE with their weights, their class token and their tables of positions."""
-    state = theirs.state_dict()
-    encoder = encoder_from_hub_names(state, theirs.config.to_dict(), "their MAE", IMAGENET_MEAN, IMAGENET_STD)
+    theirs.save_pretrained(folder)
+    encoder, state = read_hub_folder(folder), load_file(folder / "model.safetensors")
     positions = CopiedPositions(state["decoder.decoder_pos_embed"][0, 1:], (4, 4))
     projection = context_projection(48, 24)
     decoder = Predictor(projection, positions, depth=2, heads=2, outputs=3 * PATCH**2)
@@ -112,14 +114,16 @@ def copied(theirs):
         getattr(projection, kind).data.copy_(state[f"decoder.decoder_embed.{kind}"])
         getattr(decoder.norm, kind).data.copy_(state[f"decoder.decoder_norm.{kind}"])
         getattr(decoder.head, kind).data.copy_(state[f"decoder.decoder_pred.{kind}"][order])
-    layers = {name.removeprefix("decoder.decoder_"): t for name, t in state.items() if ".decoder_layers." in name}
+    # Versions of transformers store the layers under different names.
+    stored = r"decoder\.decoder_(?:layers|encoder\.layer)(\..*)"
+    layers = {f"encoder.layer{found[1]}": state[name] for name in state if (found := re.fullmatch(stored, name))}
     renamed = {name.removeprefix("blocks."): tensor for name, tensor in to_timm_names(layers).items()}
     decoder.blocks.load_state_dict(renamed, strict=True)
     return MAE(encoder, decoder), order
 
 
-def test_loss_and_predictions_are_those_of_transformers_on_the_same_weights_and_mask(theirs):
-    model, order = copied(theirs)
+def test_loss_and_predictions_are_those_of_transformers_on_the_same_weights_and_mask(theirs, tmp_path):
+    model, order = copied(theirs, tmp_path)
     images, noise = torch.randn(3, 3, 32, 32, generator=seeded()), torch.rand(3, 16, generator=seeded(1))
     with torch.no_grad():
         wanted = theirs(images, noise=noise)

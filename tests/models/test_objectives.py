@@ -12,7 +12,7 @@ from torch import nn
 from stop_mim.errors import InputError
 from stop_mim.masking import build_masks
 from stop_mim.models.build import build_objective
-from stop_mim.models.encoder import save_encoder
+from stop_mim.models.encoder_file import save_encoder
 from stop_mim.models.kernels.fast import use_fast_kernels
 from stop_mim.models.kernels.frozen_forward import frozen_tokens
 from stop_mim.models.kernels.short_attention import ShortAttention

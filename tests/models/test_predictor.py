@@ -6,16 +6,14 @@ from timm.models.vision_transformer import Block
 
 from stop_mim.errors import InputError
 from stop_mim.models.predictor import LastBlock, Noise, Predictor, context_projection
-from stop_mim.positions import NoiseScale, SinCosPositions, StochasticPositions
+from stop_mim.positions import SinCosPositions, StochasticPositions
 
 
-def make(sigma=0.25, convention="paper", apply_to="masked", depth=2, noise_scale=None):
+def make(sigma=0.25, convention="paper", apply_to="masked", depth=2):
     torch.manual_seed(0)
     projection = context_projection(20, 16)
     torch.nn.init.normal_(projection.bias)
-    positions = StochasticPositions(
-        SinCosPositions((4, 6), 16), projection, sigma, apply_to, convention=convention, noise_scale=noise_scale
-    )
+    positions = StochasticPositions(SinCosPositions((4, 6), 16), projection, sigma, apply_to, convention=convention)
     return Predictor(projection, positions, depth=depth, heads=2)
 
 
@@ -49,23 +47,6 @@ def test_tokens_are_those_of_the_paper_or_of_the_release(inputs, convention):
     expected_context = context @ A.T + b + psi[context_indices]
     torch.testing.assert_close(seen_context, expected_context.repeat_interleave(2, 0))
     torch.testing.assert_close(seen_masked, noise @ A.T + psi[target_indices.flatten(0, 1)] + rest)
-
-
-def test_conditioned_noise_has_the_scale_of_its_image_in_every_block(inputs):
-    context, context_indices, target_indices = inputs
-    predictor = make(noise_scale=NoiseScale(20))
-    torch.nn.init.normal_(predictor.positions.noise_scale.weight)
-    psi, A = SinCosPositions((4, 6), 16).table(), predictor.projection.weight
-    heads = context.mean(1) @ predictor.positions.noise_scale.weight[0]
-    free = 2.0 ** (heads - heads.mean()).tanh()
-    scales = free / free.square().mean().sqrt()
-    noise = 0.5 * torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(7))
-    scaled = (noise.unflatten(0, (3, 2)) * scales[:, None, None, None]).flatten(0, 1)
-    seen_context, seen_masked = tokens_of(predictor, inputs)
-    torch.testing.assert_close(seen_masked, scaled @ A.T + psi[target_indices.flatten(0, 1)] + predictor.mask_token)
-    expected_context = context @ A.T + predictor.projection.bias + psi[context_indices]
-    torch.testing.assert_close(seen_context, expected_context.repeat_interleave(2, 0))
-    assert scales.max() > 1.2 * scales.min()
 
 
 def test_shape_and_independence_of_blocks(inputs):

@@ -22,8 +22,8 @@ def indices():
 def noisy():
     """Positions with the noise of a seed."""
 
-    def draw(positions, indices, seed=0, context=None):
+    def draw(positions, indices, seed=0):
         noise = positions.draw_noise(indices, generator=torch.Generator().manual_seed(seed))
-        return positions(indices, context=context, noise=noise)
+        return positions(indices, noise=noise)
 
     return draw

@@ -9,7 +9,7 @@ import torch
 
 import stop_mim.positions
 from stop_mim.errors import InputError
-from stop_mim.positions import LearnedPositions, SinCosPositions, sincos_positions
+from stop_mim.positions import LearnedPositions, SinCosPositions
 
 GRID, DIM = (3, 5), 8
 
@@ -41,7 +41,8 @@ def test_sincos_positions_are_not_parameters():
     positions = SinCosPositions(14, 384)
     assert not list(positions.parameters())
     assert not positions.state_dict()
-    assert sincos_positions(torch.zeros(2, device="meta"), torch.zeros(2, device="meta"), DIM).device.type == "meta"
+    with torch.device("meta"):
+        assert SinCosPositions(14, 384).table().device.type == "meta"
 
 
 def test_learned_positions_are_learned(indices):
@@ -55,7 +56,7 @@ def test_learned_positions_are_learned(indices):
 def test_fixed_positions_draw_no_noise(kind, indices):
     positions = kind(GRID, DIM)
     assert positions.draw_noise(indices) is None
-    assert torch.equal(positions(indices, tokens="context", context=torch.randn(2, 4, 12)), positions(indices))
+    assert torch.equal(positions(indices, tokens="context"), positions(indices))
     assert positions.noise_power() == 0
 
 

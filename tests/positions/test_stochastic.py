@@ -98,15 +98,6 @@ def test_release_convention_adds_the_bias_to_masked_tokens_only(projection, indi
     assert torch.equal(make(projection, apply_to="none", convention="release")(indices), base)
 
 
-def test_sigma_follows_a_schedule(projection, indices):
-    positions = make(projection, sigma=lambda step: 0.1 * step)
-    assert torch.equal(positions(indices), positions.base(indices))
-    positions.set_step(4)
-    assert positions.sigma == pytest.approx(0.4)
-    assert positions.noise_std.item() == pytest.approx(0.4**0.5)
-    assert not torch.equal(positions(indices), positions.base(indices))
-
-
 def test_deepcopy_of_a_model_keeps_the_tie(projection):
     model = nn.ModuleDict({"projection": projection, "positions": make(projection)})
     twin = copy.deepcopy(model)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from stepping import assert_same_state, make_batches, make_step, state_of, take, values_of
-from tiny_run import CPU, MOVING, tiny_config, write_images
+from tiny_run import CPU, STRONG, tiny_config, write_images
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
@@ -163,10 +163,10 @@ def gpu_batches(number, count=2):
     [
         {},
         {"clip": 0.05},
-        {"objective": ObjectiveConfig(target_layers=2)},
-        {"positions": PositionsConfig("jittered", apply_to="both")},
+        {"objective": ObjectiveConfig(target_resolution="max")},
+        {"positions": PositionsConfig(apply_to="both")},
     ],
-    ids=["plain", "clipped", "two layers", "jittered"],
+    ids=["plain", "clipped", "two resolutions", "noise on both"],
 )
 def test_captured_steps_are_plain_steps(precision, options):
     ends = []
@@ -227,11 +227,11 @@ def test_a_captured_run_goes_on_where_it_stopped(tmp_path, loader, recompute):
     data = write_images(tmp_path / "images")
     speed = SpeedConfig("cuda", "auto", 4, loader, 2, compile=False, graph=True, recompute=recompute)
     # A sigma that moves: under a capture it is a tensor like all that is scheduled.
-    train(tiny_config(data, tmp_path / "whole", speed=speed, positions=MOVING))
-    train(tiny_config(data, tmp_path / "parts", speed=speed, positions=MOVING, stop_after_steps=10))
+    train(tiny_config(data, tmp_path / "whole", speed=speed, positions=STRONG))
+    train(tiny_config(data, tmp_path / "parts", speed=speed, positions=STRONG, stop_after_steps=10))
     resume(tmp_path / "parts")
     plain = replace(speed, graph=False, recompute=False)
-    train(tiny_config(data, tmp_path / "plain", speed=plain, positions=MOVING))
+    train(tiny_config(data, tmp_path / "plain", speed=plain, positions=STRONG))
     assert "could not be captured" not in (tmp_path / "whole" / "log.txt").read_text()
     losses = {name: [line["loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "parts", "plain")}
     # Not to the bit: a resumed run takes its first steps plainly, and cuBLAS may choose another algorithm for a product

@@ -18,11 +18,10 @@ from stop_mim.training.run_folder import read_metrics
 # Twelve steps an epoch.
 END = 14
 
-# Covariances with an A of their own that gets no noise: never, or not in the first step.
+# Covariances with an A of their own that gets no noise.
 SILENT = {
     "nowhere": PositionsConfig(apply_to="none", covariance="untied"),
     "zero": PositionsConfig(sigma=0.0, covariance="diagonal"),
-    "at first": PositionsConfig(sigma_start=0.0, covariance="low_rank(2)"),
 }
 SILENT_STEPS = 3
 

@@ -30,7 +30,7 @@ def are_equal(one, other):
 
 
 def test_a_graph_of_masks_that_change_their_size_is_refused():
-    config = replace(tiny_config(), masks=MaskConfig(compat="release"), speed=SpeedConfig(graph=True))
+    config = TrainConfig(masks=MaskConfig(compat="release"), speed=SpeedConfig(graph=True))
     with pytest.raises(InputError, match=r"speed\.graph is True and masks\.compat release"):
         StepInputs(config, Ranks(0, 1, 1, torch.device("cuda")))
 

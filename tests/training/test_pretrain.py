@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tiny_run import (
-    MOVING,
+    STRONG,
     TOTAL,
     assert_same_checkpoint,
     checkpoint_at,
@@ -36,7 +36,7 @@ DATA2VEC = {"objective": ObjectiveConfig("data2vec", target_layers=2), "masks": 
 
 
 def test_a_run_that_recomputes_activations_learns_the_same_to_the_bit(tmp_path):
-    config = tiny_config(out=tmp_path / "plain", positions=MOVING, stop_after_steps=3)
+    config = tiny_config(out=tmp_path / "plain", positions=STRONG, stop_after_steps=3)
     run(config)
     run(replace(config, out=str(tmp_path / "recomputed"), speed=replace(config.speed, recompute=True)))
     assert_same_checkpoint(checkpoint_at(tmp_path / "plain", 3), checkpoint_at(tmp_path / "recomputed", 3))
@@ -130,7 +130,8 @@ def test_bad_input_is_refused_before_the_data_are_read_and_the_directory_is_made
     refused(r"predictor\.width is 18", predictor=PredictorConfig(18, 1, 2))
     refused(r"masks\.kind is multiblock", objective=ObjectiveConfig("data2vec"))
     refused(r"positions\.kind is learned", **DATA2VEC, positions=PositionsConfig(kind="learned"))
-    refused(r"target_layers is 3", objective=ObjectiveConfig(target_layers=3))
+    refused(r"target_layers is 3", **DATA2VEC | {"objective": ObjectiveConfig("data2vec", target_layers=3)})
+    refused(r"target_layers is 2, which has no effect", objective=ObjectiveConfig(target_layers=2))
     refused(r"speed\.graph is True", speed=SpeedConfig("cpu", graph=True))
     refused("data is not given", data="")
     refused("no larger than the data", data="scenes:count=4,size=32")

@@ -29,8 +29,9 @@ from torchvision.transforms.v2.functional import resize
 from stop_mim.data import batches as batches_module
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, normalise
 from stop_mim.errors import InputError
+from stop_mim.models.encoder import evaluation_mode
 from stop_mim.training.callbacks import probe as probe_module
-from stop_mim.training.callbacks.probe import OnlineProbe, evaluation_mode, open_probe_data
+from stop_mim.training.callbacks.probe import OnlineProbe, open_probe_data
 from stop_mim.training.checkpoint import collect_tensors
 from stop_mim.training.config import LogConfig, ProbeConfig, SpeedConfig
 from stop_mim.training.pretrain import resume, train

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stop_mim.models.build import sigma_schedule
-from stop_mim.training.config import OptimConfig, PositionsConfig
+from stop_mim.training.config import OptimConfig
 from stop_mim.training.description import warnings_about
 from stop_mim.training.schedules import cosine, initial_part, linear, values_at
 
@@ -88,13 +87,3 @@ def test_shapes_stay_between_their_ends(shape):
     assert shape(0.5, 2.0, 1.0) == pytest.approx(1.5)
     assert linear(0.25, 2.0, 1.0) == 1.75
     assert cosine(0.25, 2.0, 1.0) == pytest.approx(1 + 0.5 * (1 + math.sqrt(0.5)))
-
-
-@pytest.mark.parametrize(("name", "quarter"), [("linear", 0.2), ("cosine", 0.5 - 0.2 * (1 + math.sqrt(0.5)))])
-def test_sigma_moves_from_its_start_along_its_schedule(name, quarter):
-    assert sigma_schedule(PositionsConfig(sigma=0.25, sigma_start=0.25), 100) == 0.25
-    sigma = sigma_schedule(PositionsConfig(sigma=0.5, sigma_start=0.1, sigma_schedule=name), 101)
-    assert [sigma(step) for step in (0, 50, 100)] == pytest.approx([0.1, 0.3, 0.5])
-    assert sigma(25) == pytest.approx(quarter)
-    values = [sigma(step) for step in range(101)]
-    assert values == sorted(values)

@@ -28,7 +28,7 @@ from stop_mim.training.run_folder import read_metrics
 
 CPU = torch.device("cpu")
 TOTAL, MID_EPOCH = 21, 10
-MOVING = PositionsConfig(sigma_start=0.05, sigma=2.0, sigma_schedule="cosine")
+STRONG = PositionsConfig(sigma=2.0)
 
 
 def tiny_config(data="scenes:count=56,size=32", out=None, **groups):

@@ -1,12 +1,11 @@
 """Kinds of datasets, one file each: `open_source` finds the kind that a name belongs to and opens it.
 
-A new kind is a class in a file here, or in a plugin, with the decorator `@SOURCES.register`.
+A new kind is a function in a file here, or in a plugin, with the decorator `@source`.
 """
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import ClassVar
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from stop_mim.data.data_files import is_url
 from stop_mim.data.image_source import ImageSource
@@ -16,36 +15,56 @@ from stop_mim.registry import Registry
 _EVALUATION = ("test", "validation", "valid", "val")
 SPLIT_NAMES = frozenset(("train", *_EVALUATION))
 
+Opener = Callable[[str, str], ImageSource]
+"""Opens the dataset of a name, without its prefix, for a split; one without splits is the same data for each split."""
 
-class SourceKind(ABC):
+
+@dataclass(frozen=True)
+class SourceKind:
     """A kind of dataset: which names belong to it, and how they are opened."""
 
-    help: ClassVar[str]
-    """The names of this kind, such as "torchvision:NAME", for help and errors."""
-    prefix: ClassVar[str] = ""
-    """What names of this kind begin with; a kind without a prefix overrides `matches`."""
-    is_general: ClassVar[bool] = False
-    """Whether more special kinds are tried first."""
-    is_path: ClassVar[bool] = False
-    """Whether a name, after its prefix, is a path."""
-
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        """Whether this kind opens the name."""
-        return name.startswith(cls.prefix) and len(name) > len(cls.prefix) > 0
-
-    @classmethod
-    @abstractmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        """Open the dataset; one without splits is the same data for each split."""
+    open: Opener
+    help: str
+    prefix: str
+    matches: Callable[[str], bool]
+    is_path: bool
+    is_general: bool
 
 
-SOURCES: Registry[type[SourceKind]] = Registry("kind of dataset", "stop_mim.data.sources")
+SOURCES: Registry[SourceKind] = Registry("kind of dataset", "stop_mim.data.sources")
+
+
+def source(
+    kind: str,
+    help: str,
+    prefix: str = "",
+    matches: Callable[[str], bool] | None = None,
+    is_path: bool = False,
+    is_general: bool = False,
+) -> Callable[[Opener], Opener]:
+    """Return a decorator that registers a function as the way to open a kind of dataset.
+
+    Args:
+        kind: name of the kind.
+        help: the names of this kind, such as "torchvision:NAME", for help and errors.
+        prefix: what names of this kind begin with.
+        matches: whether a name belongs to this kind; default: if it begins with the prefix.
+        is_path: whether a name, after its prefix, is a path.
+        is_general: whether more special kinds are tried first.
+    """
+
+    def register(function: Opener) -> Opener:
+        found = matches or (lambda name: name.startswith(prefix) and len(name) > len(prefix) > 0)
+        SOURCES.register(kind)(SourceKind(function, help, prefix, found, is_path, is_general))
+        return function
+
+    return register
 
 
 def open_source(name: str, split: str = "train") -> ImageSource:
     """Open the dataset of this name; one without splits is the same data for each split."""
-    return find_kind(name).open(name, split)
+    kind = find_kind(name)
+    return kind.open(name.removeprefix(kind.prefix), split)
 
 
 def absolute_name(name: str) -> str:
@@ -57,16 +76,22 @@ def absolute_name(name: str) -> str:
 
 def is_dataset(name: str) -> bool:
     """Whether some kind opens the name."""
-    return any(kind.matches(name) for kind in SOURCES.values())
+    return _kind_of(name) is not None
 
 
-def find_kind(name: str) -> type[SourceKind]:
+def find_kind(name: str) -> SourceKind:
     """Return the kind that a name belongs to; raise InputError if there is none."""
-    for kind in sorted(SOURCES.values(), key=lambda kind: kind.is_general):
-        if kind.matches(name):
-            return kind
-    kinds = ", ".join(dict.fromkeys(kind.help for kind in SOURCES.values()))
-    raise InputError(f"There is no dataset '{name}': give one of {kinds}.")
+    kind = _kind_of(name)
+    if kind is None:
+        kinds = ", ".join(dict.fromkeys(kind.help for kind in SOURCES.values()))
+        raise InputError(f"There is no dataset '{name}': give one of {kinds}.")
+    return kind
+
+
+def _kind_of(name: str) -> SourceKind | None:
+    kinds = sorted(SOURCES.values(), key=lambda kind: kind.is_general)
+    # As a path, the empty name would be the current folder.
+    return next((kind for kind in kinds if name and kind.matches(name)), None)
 
 
 class NoSplit(InputError):

@@ -14,58 +14,52 @@ import numpy as np
 from stop_mim.data.data_files import file_state, read_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
 from stop_mim.data.image_source import UNREAD_PHOTOS, ImageSource, Labels, class_labels, digest
-from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, are_splits, choose_split
+from stop_mim.data.sources import SPLIT_NAMES, are_splits, choose_split, source
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
 from stop_mim.errors import InputError
 
 WHOLE_BYTES, FILES_LOOKED_AT = 2**28, 256
-"""`contents` depends on all bytes up to a total of 256 MiB, otherwise on the bytes of 256 files."""
+"""Without times, a fingerprint depends on all bytes up to a total of 256 MiB, otherwise on the bytes of 256 files."""
 
 
-@SOURCES.register("folder")
-class FolderKind(SourceKind):
-    """Images, class folders, splits of them, or parquet files."""
-
-    help = "a folder of images"
-    is_general = True
-    is_path = True
-
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        # The empty name would be the current folder.
-        return bool(name) and Path(name).expanduser().is_dir()
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        folder = Path(name).expanduser()
-        class_names: tuple[str, ...] = ()
-        names = sub_folders(folder)
-        outside: dict[str, int] = {}
-        if are_splits(names):
-            # The test split may lack a class of the training split, and must number the others as that does.
-            class_names = sub_folders(folder / "train")
-            splits = [one for one in names if one in SPLIT_NAMES or one == split]
-            if others := _image_paths(folder, splits)[0]:
-                where = " and ".join(f"{one}/" for one in splits)
-                outside[f"images beside {where} (move them there to use them)"] = len(others)
-            folder = folder / choose_split(split, names, name)
-        if files := parquet_files(folder, split):
-            return ParquetSource(files, name)
-        found, ignored = _image_paths(folder)
-        if not found:
-            if photos := {kind: count for kind, count in ignored.items() if kind in UNREAD_PHOTOS}:
-                found_instead = ", ".join(f"{count:,} {kind}" for kind, count in photos.items())
-                raise InputError(f"The folder {folder} holds no images, but {found_instead}: convert them to JPEG.")
-            extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
-            raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
-        paths = sorted(found)
-        at_top = next((path for path in paths if os.sep not in path), None)
-        classes, class_names = (None, ()) if at_top else _classes(paths, folder, class_names)
-        source = FileSource(folder, paths, name, class_labels(classes), class_names)
-        source.ignored = outside | ignored
-        if at_top and any(os.sep in path for path in paths):
-            source.no_labels = f"it has images both at its top ({at_top}) and in sub-folders"
-        return source
+@source(
+    "folder",
+    help="a folder of images",
+    matches=lambda name: Path(name).expanduser().is_dir(),
+    is_path=True,
+    is_general=True,
+)
+def open_folder(name: str, split: str) -> ImageSource:
+    """Open images, class folders, splits of them, or parquet files."""
+    folder = Path(name).expanduser()
+    class_names: tuple[str, ...] = ()
+    names = sub_folders(folder)
+    outside: dict[str, int] = {}
+    if are_splits(names):
+        # The test split may lack a class of the training split, and must number the others as that does.
+        class_names = sub_folders(folder / "train")
+        splits = [one for one in names if one in SPLIT_NAMES or one == split]
+        if others := _image_paths(folder, splits)[0]:
+            where = " and ".join(f"{one}/" for one in splits)
+            outside[f"images beside {where} (move them there to use them)"] = len(others)
+        folder = folder / choose_split(split, names, name)
+    if files := parquet_files(folder, split):
+        return ParquetSource(files, name)
+    found, ignored = _image_paths(folder)
+    if not found:
+        if photos := {kind: count for kind, count in ignored.items() if kind in UNREAD_PHOTOS}:
+            found_instead = ", ".join(f"{count:,} {kind}" for kind, count in photos.items())
+            raise InputError(f"The folder {folder} holds no images, but {found_instead}: convert them to JPEG.")
+        extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
+        raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
+    paths = sorted(found)
+    at_top = next((path for path in paths if os.sep not in path), None)
+    classes, class_names = (None, ()) if at_top else _classes(paths, folder, class_names)
+    opened = FileSource(folder, paths, name, class_labels(classes), class_names)
+    opened.ignored = outside | ignored
+    if at_top and any(os.sep in path for path in paths):
+        opened.no_labels = f"it has images both at its top ({at_top}) and in sub-folders"
+    return opened
 
 
 class FileSource(ImageSource):
@@ -109,12 +103,9 @@ class FileSource(ImageSource):
     def image_name(self, index: int) -> str:
         return os.fsdecode(bytes(self._paths[index])).replace(os.sep, "/")
 
-    def fingerprint(self) -> str:
-        return digest(self._identity(times=True))
-
-    def contents(self) -> str:
-        """Names and sizes of all files, and the bytes of all or some."""
-        return digest(self._identity(times=False))
+    def fingerprint(self, times: bool = True) -> str:
+        """Names, sizes and labels of all files, with their times or with the bytes of all or some."""
+        return digest(self._identity(times))
 
     def _identity(self, times: bool) -> Iterator[object]:
         total = int(self._states[:, 0].clip(0).sum())

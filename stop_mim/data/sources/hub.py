@@ -7,21 +7,16 @@ from typing import Any
 import pyarrow as pa
 
 from stop_mim.data.image_source import ImageSource, digest
-from stop_mim.data.sources import SOURCES, SourceKind, split_candidates
+from stop_mim.data.sources import source, split_candidates
 from stop_mim.data.sources.parquet import TableSource, image_column, read_classes
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.hub import hub_or_cache
 
 
-@SOURCES.register("hf")
-class HubKind(SourceKind):
-    """A dataset of the hub, owner/name or owner/name:config."""
-
-    help, prefix = "hf:OWNER/NAME", "hf:"
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        return HubSource(name.removeprefix(cls.prefix), split)
+@source("hf", help="hf:OWNER/NAME", prefix="hf:")
+def open_hub_dataset(address: str, split: str) -> ImageSource:
+    """Open a dataset of the hub, owner/name or owner/name:config."""
+    return HubSource(address, split)
 
 
 class HubSource(TableSource):
@@ -43,7 +38,7 @@ class HubSource(TableSource):
     def describe(self, index: int) -> str:
         return f"{self.name}[{self.split}]#{index}"
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, times: bool = True) -> str:
         info = self._dataset.info
         downloads = sorted(str(item) for item in (info.download_checksums or {}).items())
         features = self._dataset.features.to_dict()

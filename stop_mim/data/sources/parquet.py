@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from stop_mim.data.cache import damage_named
 from stop_mim.data.data_files import DataFile, FilesSource, attempted, find_files, found_file, is_url, matching_paths
 from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, Labels, class_labels
 from stop_mim.data.order import BLOCKS_TOGETHER
-from stop_mim.data.sources import SOURCES, SPLIT_NAMES, SourceKind, choose_split
+from stop_mim.data.sources import SPLIT_NAMES, choose_split, source
 from stop_mim.errors import InputError
 
 MEMORY_LIMIT = 2 * 2**30
@@ -36,20 +37,16 @@ _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label", "labels")
 
 
-@SOURCES.register("parquet")
-class ParquetKind(SourceKind):
-    """Parquet files by path, URL or glob; for a folder of them see `folder`."""
+def _are_parquet_files(name: str) -> bool:
+    return name.lower().endswith(".parquet") and (is_url(name) or bool(matching_paths(name)))
 
-    help = "a parquet file (or a URL, a glob or a folder of them)"
-    is_path = True
 
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        return name.lower().endswith(".parquet") and (is_url(name) or bool(matching_paths(name)))
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        return ParquetSource(find_files([name]), name)
+@source(
+    "parquet", help="a parquet file (or a URL, a glob or a folder of them)", matches=_are_parquet_files, is_path=True
+)
+def open_parquet(name: str, split: str) -> ImageSource:
+    """Open parquet files by path, URL or glob; for a folder of them see `folder`."""
+    return ParquetSource(find_files([name]), name)
 
 
 class TableSource(ImageSource):
@@ -195,7 +192,8 @@ class ParquetSource(FilesSource, TableSource):
         if self.is_small:
             return _read(self.files[file], self.column)
         arrow = self.files[file].converted(".arrow", partial(_convert, self.files[file], self.column))
-        return pa.ipc.open_file(pa.memory_map(str(arrow))).read_all().column(0)
+        with damage_named(arrow):
+            return pa.ipc.open_file(pa.memory_map(str(arrow))).read_all().column(0)
 
 
 def _read_footer(file: DataFile) -> tuple[int, pa.Schema]:

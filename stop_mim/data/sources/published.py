@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stop_mim.data.image_source import ImageSource, Labels, class_labels
-from stop_mim.data.sources import SOURCES, SourceKind, choose_split
+from stop_mim.data.sources import choose_split, source
 from stop_mim.data.sources.folder import FileSource
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import require_regular
@@ -27,88 +27,72 @@ _PLACES205_IMAGES = ("data/vision/torralba/deeplearning/images256", "images256",
 _PLACES205_CLASSES = 205
 
 
-@SOURCES.register("clevr")
-class Clevr(SourceKind):
-    """A folder of CLEVR, labelled with the count of objects and the distance of the nearest."""
-
-    help = "a folder of CLEVR"
-    is_path = True
-
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        """Whether the folder has CLEVR's images by split, and scenes or at least questions."""
-        folder = Path(name).expanduser()
-        described = any((folder / other).is_dir() for other in ("scenes", "questions"))
-        return bool(name) and described and any((folder / "images" / split).is_dir() for split in (*_SPLITS, "test"))
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        folder = Path(name).expanduser()
-        split = choose_split(split, [one for one in _SPLITS if (folder / "images" / one).is_dir()], name)
-        images, scenes_path = folder / "images" / split, folder / "scenes" / f"CLEVR_{split}_scenes.json"
-        scenes = _read_scenes(scenes_path)
-        files = sorted(file for file in os.listdir(images) if file.endswith(".png") and not file.startswith("."))
-        if different := sorted(scenes.keys() ^ set(files)):
-            raise InputError(
-                f"{len(different)} images have no file in {images} or no scene in {scenes_path}, {different[0]!r} first: "
-                "unpack all images, and give the scenes of these images alone."
-            )
-        labels: Labels = {
-            "count": np.array([scenes[file][0] for file in files], dtype=np.int64),
-            "distance": np.array([scenes[file][1] for file in files], dtype=np.float32),
-        }
-        return FileSource(images, files, name, labels, layout="clevr")
+def _is_clevr(name: str) -> bool:
+    """Whether the folder has CLEVR's images by split, and scenes or at least questions."""
+    folder = Path(name).expanduser()
+    described = any((folder / other).is_dir() for other in ("scenes", "questions"))
+    return described and any((folder / "images" / split).is_dir() for split in (*_SPLITS, "test"))
 
 
-@SOURCES.register("places205")
-class Places205(SourceKind):
-    """A folder with train_places205.csv or val_places205.csv, "a/abbey/x.jpg 0" a line."""
-
-    help = "a folder of Places205"
-    is_path = True
-
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        return bool(name) and bool(_places205_lists(name))
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        lists = _places205_lists(name)
-        list_path = lists[choose_split(split, lists, name)]
-        lines = list_path.read_text("utf-8-sig", "backslashreplace").splitlines()
-        pairs = [_path_and_class(line.strip(), list_path) for line in lines if line.strip()]
-        if not pairs:
-            raise InputError(f"The list {list_path} is empty: give that of Places205, with a path and a class a line.")
-        paths, classes = zip(*pairs, strict=True)
-        names = {label: path.rpartition("/")[0] for path, label in pairs}
-        class_names = tuple(names.get(label, str(label)) for label in range(_PLACES205_CLASSES))
-        images = _places205_images(Path(name).expanduser(), paths[0], list_path)
-        return FileSource(images, paths, name, class_labels(np.array(classes)), class_names, "places205")
+@source("clevr", help="a folder of CLEVR", matches=_is_clevr, is_path=True)
+def open_clevr(name: str, split: str) -> ImageSource:
+    """Open a folder of CLEVR, labelled with the count of objects and the distance of the nearest."""
+    folder = Path(name).expanduser()
+    split = choose_split(split, [one for one in _SPLITS if (folder / "images" / one).is_dir()], name)
+    images, scenes_path = folder / "images" / split, folder / "scenes" / f"CLEVR_{split}_scenes.json"
+    scenes = _read_scenes(scenes_path)
+    files = sorted(file for file in os.listdir(images) if file.endswith(".png") and not file.startswith("."))
+    if different := sorted(scenes.keys() ^ set(files)):
+        raise InputError(
+            f"{len(different)} images have no file in {images} or no scene in {scenes_path}, {different[0]!r} first: "
+            "unpack all images, and give the scenes of these images alone."
+        )
+    labels: Labels = {
+        "count": np.array([scenes[file][0] for file in files], dtype=np.int64),
+        "distance": np.array([scenes[file][1] for file in files], dtype=np.float32),
+    }
+    return FileSource(images, files, name, labels, layout="clevr")
 
 
-@SOURCES.register("inaturalist")
-class INaturalist(SourceKind):
-    """A folder with train2018.json or val2018.json, whose category numbers are the classes."""
+@source(
+    "places205",
+    help="a folder of Places205",
+    matches=lambda name: bool(_places205_lists(name)),
+    is_path=True,
+)
+def open_places205(name: str, split: str) -> ImageSource:
+    """Open a folder with train_places205.csv or val_places205.csv, "a/abbey/x.jpg 0" a line."""
+    lists = _places205_lists(name)
+    list_path = lists[choose_split(split, lists, name)]
+    lines = list_path.read_text("utf-8-sig", "backslashreplace").splitlines()
+    pairs = [_path_and_class(line.strip(), list_path) for line in lines if line.strip()]
+    if not pairs:
+        raise InputError(f"The list {list_path} is empty: give that of Places205, with a path and a class a line.")
+    paths, classes = zip(*pairs, strict=True)
+    names = {label: path.rpartition("/")[0] for path, label in pairs}
+    class_names = tuple(names.get(label, str(label)) for label in range(_PLACES205_CLASSES))
+    images = _places205_images(Path(name).expanduser(), paths[0], list_path)
+    return FileSource(images, paths, name, class_labels(np.array(classes)), class_names, "places205")
 
-    help = "a folder of iNaturalist 2018"
-    is_path = True
 
-    @classmethod
-    def matches(cls, name: str) -> bool:
-        return bool(name) and bool(_lists(name, "{}2018.json"))
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        lists = _lists(name, "{}2018.json")
-        path = lists[choose_split(split, lists, name)]
-        pairs, class_names = _read_annotations(path)
-        # The first folder of a file's name is the one that the archive unpacks to.
-        paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
-        images = Path(name).expanduser() / "train_val2018"
-        if not (images / paths[0]).is_file():
-            raise InputError(f"{images / paths[0]}, the first image of {path}, is not there: unpack the images there.")
-        labels = class_labels(np.array([label for _, label in pairs]))
-        return FileSource(images, paths, name, labels, class_names, "inat18")
+@source(
+    "inaturalist",
+    help="a folder of iNaturalist 2018",
+    matches=lambda name: bool(_lists(name, "{}2018.json")),
+    is_path=True,
+)
+def open_inaturalist(name: str, split: str) -> ImageSource:
+    """Open a folder with train2018.json or val2018.json, whose category numbers are the classes."""
+    lists = _lists(name, "{}2018.json")
+    path = lists[choose_split(split, lists, name)]
+    pairs, class_names = _read_annotations(path)
+    # The first folder of a file's name is the one that the archive unpacks to.
+    paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
+    images = Path(name).expanduser() / "train_val2018"
+    if not (images / paths[0]).is_file():
+        raise InputError(f"{images / paths[0]}, the first image of {path}, is not there: unpack the images there.")
+    labels = class_labels(np.array([label for _, label in pairs]))
+    return FileSource(images, paths, name, labels, class_names, "inat18")
 
 
 def _lists(folder: str, name: str) -> dict[str, Path]:

@@ -9,27 +9,21 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from stop_mim.data.cache import CacheError, cached_file
+from stop_mim.data.cache import CacheError, cached_file, damage_named
 from stop_mim.data.data_files import DataFile, FilesSource, find_files, read_file
 from stop_mim.data.decode import IMAGE_EXTENSIONS
 from stop_mim.data.image_source import ImageSource, class_labels, digest
-from stop_mim.data.sources import SOURCES, SourceKind
+from stop_mim.data.sources import source
 from stop_mim.errors import InputError, MissingExtra, first_line
 
 Sample = tuple[str, int, int, int]
 """The name of an image in a tar file, its offset, its size in bytes, and its class (-1 for none)."""
 
 
-@SOURCES.register("wds")
-class ShardKind(SourceKind):
-    """Tar files that a pattern with braces, or a glob, names; they have no splits."""
-
-    help, prefix = "wds:PATTERN.tar (paths or URLs)", "wds:"
-    is_path = True
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        return ShardSource(name.removeprefix(cls.prefix))
+@source("wds", help="wds:PATTERN.tar (paths or URLs)", prefix="wds:", is_path=True)
+def open_shards(pattern: str, split: str) -> ImageSource:
+    """Open tar files that a pattern with braces, or a glob, names; they have no splits."""
+    return ShardSource(pattern)
 
 
 class ShardSource(FilesSource):
@@ -88,8 +82,9 @@ def _read_index(file: DataFile) -> tuple[Shaped[np.ndarray, " n"], Int[np.ndarra
 
     place = file.name if file.is_remote else Path(file.name).resolve()
     try:
-        cached = cached_file(f"shards/{digest([2, place, *file.identity()])}.json", write)
-        samples = json.loads(cached.path.read_text())
+        path = cached_file(f"shards/{digest([2, place, *file.identity()])}.json", write)
+        with damage_named(path):
+            samples = json.loads(path.read_text())
     except CacheError:
         # The cache only saves time: where it cannot be written, the next run indexes again.
         samples = _build_index(file.fetched(".tar"), file.name)

@@ -15,7 +15,7 @@ from torchvision import datasets
 from stop_mim.data.cache import download_folder
 from stop_mim.data.decode import BadImage, check_pixels, quieten_pillow, rgb_pixels
 from stop_mim.data.image_source import ImageSource, class_labels, digest
-from stop_mim.data.sources import SOURCES, NoSplit, SourceKind, split_candidates
+from stop_mim.data.sources import NoSplit, source, split_candidates
 from stop_mim.errors import InputError, first_line
 
 # Where the classes of torchvision keep their targets: reading these, no image is decoded for its label.
@@ -27,15 +27,10 @@ _TRAIN_SPLITS = ("train", "trainval", "train-standard")
 _LABELLED_TEST_SPLITS = {"Places365": ("val",), "CLEVRClassification": ("val",)}
 
 
-@SOURCES.register("torchvision")
-class TorchvisionKind(SourceKind):
-    """A classification dataset of torchvision."""
-
-    help, prefix = "torchvision:NAME", "torchvision:"
-
-    @classmethod
-    def open(cls, name: str, split: str) -> ImageSource:
-        return TorchvisionSource(name, *_open(name.removeprefix(cls.prefix), split))
+@source("torchvision", help="torchvision:NAME", prefix="torchvision:")
+def open_torchvision(class_name: str, split: str) -> ImageSource:
+    """Open a classification dataset of torchvision."""
+    return TorchvisionSource(f"torchvision:{class_name}", *_open(class_name, split))
 
 
 class TorchvisionSource(ImageSource):
@@ -63,7 +58,7 @@ class TorchvisionSource(ImageSource):
     def describe(self, index: int) -> str:
         return f"{self.name}[{self.split}]#{index}"
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, times: bool = True) -> str:
         labels = self.labels["class"].tobytes() if self.labels else b""
         ends = (self.read(index).numpy().tobytes() for index in (0, len(self) - 1))
         return digest([self.name, len(self), labels, *ends])

@@ -19,8 +19,8 @@ from stop_mim.constraints import (
     Number,
 )
 from stop_mim.errors import InputError
-from stop_mim.evaluation.task import TASKS, TOP, TrainingTask, options_of, plain
-from stop_mim.evaluation.tasks.low_shot import FewLabels
+from stop_mim.evaluation.task import TASKS, TOP, TrainingTask, plain
+from stop_mim.evaluation.tasks.low_shot import FewLabels, LowShotOptions
 from stop_mim.options import AugmentConfig
 from stop_mim.results import Scalar, Score, accuracy
 
@@ -177,10 +177,11 @@ class FinetuneLowShot(FewLabels, Finetune):
     help = "fine-tuning with the first amount, or the list, of low-shot"
     Options = LowShotFinetuneOptions
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        few = options_of(self.config, "low-shot")
-        self.few = replace(few, amounts=few.amounts[:1], draws=1)
+    @property
+    def few(self) -> LowShotOptions:
+        """The options of low-shot, with one draw of one amount."""
+        few = super().few
+        return replace(few, amounts=few.amounts[:1], draws=1)
 
     def settings(self) -> dict[str, Any]:
         return {

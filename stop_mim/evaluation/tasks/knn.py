@@ -1,4 +1,4 @@
-"""Weighted nearest neighbours on frozen features: as they are, and centred on the mean of the training set."""
+"""Weighted nearest neighbours among frozen features."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
 from stop_mim.evaluation.task import TASKS, FeatureTask
-from stop_mim.results import Score
+from stop_mim.results import Score, accuracy
 
 if TYPE_CHECKING:
     from stop_mim.evaluation.features import LabelledFeatures
+
+# The headline is of this number of neighbours, or of the nearest one that is asked for.
+USUAL_NEIGHBOURS = 20
 
 
 @dataclass(frozen=True)
@@ -26,22 +29,21 @@ class KnnOptions(Checked, group="knn"):
 class Knn(FeatureTask):
     """Nearest neighbours among the last layer's features."""
 
-    help = "weighted nearest neighbours by cosine, of plain and of centred features"
+    help = "weighted nearest neighbours by cosine"
     Options = KnnOptions
     options: KnnOptions
 
     def scores(self, train: "LabelledFeatures", test: "LabelledFeatures") -> Iterator[Score]:
-        from stop_mim.evaluation.probes import knn
+        """Yield the test accuracy for each number of neighbours."""
+        from stop_mim.models.accuracy import top_accuracy
+        from stop_mim.models.neighbours import knn_votes
 
-        chunks = [self.subject.chunks(part.features.last(1)) for part in (train, test)]
-        return knn(
-            chunks[0],
-            train.labels,
-            chunks[1],
-            test.labels,
-            self.data.classes,
-            self.subject.ranks.device,
-            self.options.neighbours,
-            self.options.temperature,
-            self.progress,
-        )
+        device = self.subject.ranks.device
+        keys, labels = self.subject.chunks(train.features.last(1)), train.labels.to(device)
+        queries, truth = test.last_layer(device)
+        ks = sorted({min(k, len(labels)) for k in self.options.neighbours})
+        votes = knn_votes(keys, labels, queries, ks, self.data.classes, self.options.temperature, self.progress)
+        usual = min(ks, key=lambda k: abs(k - USUAL_NEIGHBOURS))
+        for k in ks:
+            percent = top_accuracy(votes[k], truth)
+            yield accuracy(1, percent, len(queries), variant={"neighbours": k}, headline=k == usual)

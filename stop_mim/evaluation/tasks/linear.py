@@ -1,14 +1,16 @@
 """Linear probe: logistic regression on frozen features, with every choice made on held-out training images."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
-from stop_mim.evaluation.task import TASKS, FeatureTask, options_of
-from stop_mim.results import Score
+from stop_mim.evaluation.task import TASKS, TOP, FeatureTask, options_of
+from stop_mim.results import Scalar, Score, accuracy
 
 if TYPE_CHECKING:
+    from stop_mim.data.stored import Progress
     from stop_mim.evaluation.features import LabelledFeatures
 
 
@@ -35,20 +37,39 @@ class Linear(FeatureTask):
     options: LinearOptions
 
     def scores(self, train: "LabelledFeatures", test: "LabelledFeatures") -> Iterator[Score]:
-        from stop_mim.evaluation.probes import linear_probe
+        """Yield the scores of a probe of each kind of features, then of the kind that does best on held-out images."""
+        import torch
 
-        layers = sorted({min(count, self.subject.encoder.depth) for count in self.options.layers})
-        return linear_probe(
-            {count: self.subject.chunks(train.features.last(count)) for count in layers},
-            train.labels,
-            {count: self.subject.chunks(test.features.last(count)) for count in layers},
-            test.labels,
-            self.data.classes,
-            self.subject.ranks.device,
-            self.options.standardise,
-            self.config.seed,
-            self.progress,
-        )
+        from stop_mim.evaluation.logistic import TrainingFeatures, choose_penalty
+        from stop_mim.models.accuracy import top_accuracy
+
+        device, classes, kinds = self.subject.ranks.device, self.data.classes, self.options.standardise
+        truth = test.labels.to(device)
+        numbers = sorted({min(layers, train.features.layers) for layers in self.options.layers})
+        searches, total = count(), 2 * len(numbers) * len(kinds)
+
+        def progress() -> "Progress":
+            search = next(searches)
+            return lambda step, steps: self.progress(search * steps + step, total * steps)
+
+        best_held_out, best = -1.0, list[Score]()
+        for layers in numbers:
+            learned, tested = (self.subject.chunks(part.features.last(layers)) for part in (train, test))
+            for scaled in kinds:
+                given = train.labels, classes, device, scaled
+                chosen = choose_penalty(learned, *given, self.config.seed, progress())
+                (probe,) = TrainingFeatures(learned, *given).fit([chosen.penalty], progress())
+                logits = torch.cat([probe.logits(chunk.to(device)) for chunk in tested])
+                variant: dict[str, Scalar] = {"batch_norm": scaled}
+                tops = {k: top_accuracy(logits, truth, k) for k in TOP if k < classes}
+                scores = [accuracy(k, percent, len(logits), layers, variant) for k, percent in tops.items()]
+                scores.append(Score("penalty", chosen.penalty, layers, variant, unit=""))
+                scores.append(Score("held_out_top1", chosen.held_out, layers, variant))
+                yield from scores
+                if chosen.held_out > best_held_out:
+                    best_held_out, best = chosen.held_out, scores
+        for score in best:
+            yield replace(score, layers=None, variant={}, headline=score.metric == "top1")
 
 
 @TASKS.register("clevr")

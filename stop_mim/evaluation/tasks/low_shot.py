@@ -1,21 +1,22 @@
 """Few labels: logistic regression on frozen features of a part of the training images, over several draws."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Constraint, Each
 from stop_mim.errors import InputError
-from stop_mim.evaluation.task import TASKS, FeatureTask, Task
-from stop_mim.results import Score
+from stop_mim.evaluation.task import TASKS, TOP, FeatureTask, Task, options_of
+from stop_mim.results import Scalar, Score, accuracy
 
 if TYPE_CHECKING:
     from stop_mim.data.labelled import LabelledSet
     from stop_mim.evaluation.features import LabelledFeatures
+    from stop_mim.evaluation.logistic import Draw
     from stop_mim.evaluation.protocols import Protocol
 
 LIST = "list"
@@ -54,7 +55,10 @@ class LowShotOptions(Checked, group="low_shot"):
 class FewLabels(Task):
     """A task that learns from draws of the training images."""
 
-    few: LowShotOptions
+    @property
+    def few(self) -> LowShotOptions:
+        """The options of low-shot, which say how few."""
+        return options_of(self.config, "low-shot")
 
     @cached_property
     def draws(self) -> dict[str, list[np.ndarray]]:
@@ -94,15 +98,15 @@ class FewLabels(Task):
             )
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence for each fraction that is another one, because every class gives whole images."""
+        """Yield a sentence for each fraction that cannot be met, because each class gives a whole number of images."""
         total = len(self.data.train)
         for amount, (first, *_) in self.draws.items():
             wanted = parse_amount(amount) if amount != LIST else 0
             share = len(first) / total
             if isinstance(wanted, float) and abs(share - wanted) > NOTED_DIFFERENCE * wanted:
                 yield (
-                    f"{amount} of {total:,} images are {len(first):,} here ({share:.1%}): every class gives whole images, "
-                    "and at least one."
+                    f"{amount} of {total:,} images are {len(first):,} here ({share:.1%}): each class gives a whole number of "
+                    "images, at least one."
                 )
 
     def training_images(self) -> "LabelledSet":
@@ -117,20 +121,42 @@ class LowShot(FewLabels, FeatureTask):
     help = "logistic regression with few labels, mean and deviation over draws"
     Options = LowShotOptions
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.few = self.options
-
     def protocol(self) -> "Protocol":
         return super().protocol().with_few_labels()
 
     def scores(self, train: "LabelledFeatures", test: "LabelledFeatures") -> Iterator[Score]:
-        from stop_mim.evaluation.probes import low_shot
-
         device, done, total = self.subject.ranks.device, 0, sum(map(len, self.draws.values()))
+        tested = test.last_layer(device)
         for amount, draws in self.draws.items():
             few = [train.of_images(images).last_layer(device) for images in draws]
-            tested = test.last_layer(device)
-            yield from low_shot(amount, few, *tested, self.data.classes, self.config.seed, self.few.total_penalty)
+            yield from self._amount_scores(amount, few, tested)
             done += len(draws)
             self.progress(done, total)
+
+    def _amount_scores(self, amount: str, draws: "Sequence[Draw]", test: "Draw") -> Iterator[Score]:
+        """Yield mean and standard deviation of the test accuracy over the draws, then the scores of each draw.
+
+        All draws are fitted together: first all their folds, then all draws with the penalties that these chose.
+        """
+        from stop_mim.evaluation.logistic import TrainingFeatures, choose_penalties, fit_together
+        from stop_mim.models.accuracy import top_accuracy
+
+        classes, total_penalty, images = self.data.classes, self.few.total_penalty, len(test[1])
+        if total_penalty is None:
+            penalties = [one.penalty for one in choose_penalties(draws, classes, self.config.seed)]
+        else:
+            penalties = [total_penalty / len(labels) for _, labels in draws]
+        trainings = [TrainingFeatures([features], labels, classes, features.device) for features, labels in draws]
+        logits = [probe.logits(test[0]) for (probe,) in fit_together(trainings, [[one] for one in penalties])]
+        tops = {k: [top_accuracy(one, test[1], k) for one in logits] for k in TOP if k < classes}
+        about: dict[str, Scalar] = {"amount": amount}
+        for k, values in tops.items():
+            if len(values) == 1:
+                yield accuracy(k, values[0], images, variant=about, headline=k == 1)
+            else:
+                mean, std = float(np.mean(values)), float(np.std(values, ddof=1))
+                yield Score(f"top{k}", mean, variant=about, headline=k == 1, std=std)
+        yield Score("images", float(len(draws[0][1])), variant=about, unit="")
+        for draw, penalty in enumerate(penalties):
+            yield accuracy(1, tops[1][draw], images, variant={**about, "draw": draw})
+            yield Score("penalty", penalty, variant={**about, "draw": draw}, unit="")

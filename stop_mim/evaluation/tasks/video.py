@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
 from stop_mim.evaluation.task import TASKS, Task
 from stop_mim.results import Score
+
+if TYPE_CHECKING:
+    from stop_mim.data.videos import Video
+    from stop_mim.evaluation.segmentation import Mask
 
 # As in the paper's table.
 HEADLINES = ("J&F", "J_mean", "F_mean")
@@ -72,15 +76,27 @@ class VideoSegmentation(Task):
                 yield Score(metric, 100 * value, headline=metric in HEADLINES)
 
     def _scores(self) -> dict[str, Any]:
-        from stop_mim.evaluation.propagation import segment_videos
-        from stop_mim.evaluation.segmentation import score_masks
+        from stop_mim.evaluation.segmentation import score_masks, score_videos
 
-        videos, subject, foreground = self.data.videos, self.subject, self.config.foreground
-        if subject.encoder is None:
-            return score_masks(videos, subject.folder, foreground, self.progress)
-        device, options = subject.ranks.device, self.options
+        videos, foreground = self.data.videos, self.config.foreground
+        if self.subject.encoder is None:
+            return score_masks(videos, self.subject.folder, foreground, self.progress)
+        # Objects are propagated one by one, also if they are scored as one: saved masks then score the same.
+        return score_videos(videos, self._segment, foreground, self.progress)
+
+    def _segment(self, video: "Video") -> Iterator["Mask"]:
+        """Yield the masks of a video, and write those that the options ask for."""
+        from stop_mim.data.videos import write_mask
+        from stop_mim.evaluation.propagation import propagate, write_contact_sheet
+
+        subject, options, device = self.subject, self.options, self.subject.ranks.device
         out = options.masks if options.masks is None or subject.place is None else options.masks / subject.place
-        encoder = subject.encoder.to(device)
-        return segment_videos(
-            encoder, videos, options.propagation, device, out, options.overlays, foreground, self.progress
-        )
+        masks = []
+        for index, mask in enumerate(propagate(subject.encoder.to(device), video, options.propagation, device)):
+            if out is not None:
+                write_mask(out / video.name / f"{video.frame_name(index)}.png", mask)
+            if options.overlays:
+                masks.append(mask)
+            yield mask
+        if out is not None and options.overlays:
+            write_contact_sheet(video, masks, out / "overlays" / f"{video.name}.png")

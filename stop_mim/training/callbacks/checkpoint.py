@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stop_mim.errors import ProcessLost
 from stop_mim.models.build import build_encoder
-from stop_mim.models.encoder import Encoder, save_encoder
+from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder_file import save_encoder
 from stop_mim.training.checkpoint import (
     SUFFIX,
     begin_save,

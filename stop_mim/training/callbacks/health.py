@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from stop_mim.models.encoder import evaluation_mode
 from stop_mim.models.objective import Objective
-from stop_mim.training.callbacks.probe import evaluation_mode
 from stop_mim.training.distributed import gathered, is_sharded
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer

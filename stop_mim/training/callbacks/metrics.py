@@ -7,23 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stop_mim.models.objective import Objective
 from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
-
-
-class MoveSigma(Callback):
-    """Moves the sigma of stochastic positions along its schedule, and measures it."""
-
-    def __init__(self, objective: Objective) -> None:
-        self.positions = objective.positions
-
-    def before_step(self, trainer: Trainer) -> None:
-        self.positions.set_step(trainer.done)
-
-    def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        trainer.measurements["sigma"] = getattr(self.positions, "sigma", 0.0)
 
 
 class RecordMetrics(Callback):

@@ -3,9 +3,10 @@
 Both see features of the target encoder, and have their own weights, memory, order and crops, all functions of the seed.
 """
 
+import math
 import os
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from stop_mim.data.augment import RandomCrop, TestView, View, WholeImage
+from stop_mim.data.augment import STORED_TO_USED, RandomCrop, TestView, View, WholeImage
 from stop_mim.data.batches import Batch, Batches, Placement
 from stop_mim.data.image_source import BadImages, ImageSource, common_size, digest
 from stop_mim.data.labelled import LabelledSet
@@ -25,7 +26,8 @@ from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
-from stop_mim.models.encoder import Encoder
+from stop_mim.models.accuracy import top_accuracy
+from stop_mim.models.encoder import Encoder, evaluation_mode
 from stop_mim.models.neighbours import knn_votes
 from stop_mim.models.objective import Objective
 from stop_mim.options import AugmentConfig
@@ -63,7 +65,7 @@ class ProbeData:
 def open_probe_data(name: str, label: str = "auto") -> ProbeData:
     """Open both splits of a labelled dataset; raise InputError if splits, labels or classes are missing."""
     train, test = open_source(name, "train"), open_source(name, "test")
-    contents = [train.contents(), test.contents()]
+    contents = [train.fingerprint(times=False), test.fingerprint(times=False)]
     # A name without splits is the same data for each.
     if contents[0] == contents[1]:
         raise InputError(f"probe.data is '{name}': it has no test split of its own; give a dataset with two splits.")
@@ -99,18 +101,6 @@ def choose_label(source: ImageSource, wanted: str) -> str:
     return wanted
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; afterwards every module has the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 @torch.no_grad()
 def frozen_features(
     encoder: Encoder, autocast: AbstractContextManager[Any], images: Float[Tensor, "batch 3 height width"]
@@ -129,13 +119,19 @@ def open_split(
     data: LabelledSet,
     most: int,
     view: View,
+    stored: TestView,
 ) -> Batches:
-    """Decode at most `most` images of a split, chosen by the seed; the train split is shuffled."""
+    """Decode at most `most` images of a split, chosen by the seed; the train split is shuffled.
+
+    Images are stored through the view `stored`, unless all are smaller.
+    """
     chosen = torch.randperm(len(data), generator=seeded_generator("cpu", config.seed, "probe images", split))[:most]
     data, own_seed = data.part(chosen.sort().values.numpy()), derive_seed(config.seed, "probe")
     indices, size = data.indices, min(config.probe.batch_size, len(data))
     order = ShuffledOrder(indices, size, own_seed) if split == "train" else SequentialOrder(indices, size)
-    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), shrink=True)
+    found, most_pixels = common_size(data.source, indices), math.prod(stored.size)
+    stored_view = None if found is not None and math.prod(found) <= most_pixels else stored
+    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), stored_view=stored_view)
     file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
     bad_images = BadImages(data.source.name, len(data), file)
     return Batches(data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress)
@@ -170,11 +166,14 @@ class OnlineProbe(nn.Module):
         kind = RandomCrop if data.label == "class" else WholeImage
         view = kind(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
         whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
-        height, width = common_size(data.train.source) or view.stored_size
-        bytes_per_image = 3 * min(height * width, view.stored_size[0] * view.stored_size[1])
+        height, width = encoder.image_size
+        if kind is RandomCrop:
+            height, width = round(height * STORED_TO_USED), round(width * STORED_TO_USED)
+        bytes_per_image = 3 * min(height * width, math.prod(common_size(data.train.source) or (height, width)))
         opened = partial(open_split, config, device, bad_images_file, progress)
-        self.stream = opened("train", data.train, max(1, STREAM_BYTES // bytes_per_image), view)
-        self.test = opened("test", data.test, config.probe.test_images, whole)
+        most = max(1, STREAM_BYTES // bytes_per_image)
+        self.stream = opened("train", data.train, most, view, TestView((height, width)))
+        self.test = opened("test", data.test, config.probe.test_images, whole, whole)
         self._reading: Generator[Batch, None, None] | None = None
         self.norm = nn.BatchNorm1d(encoder.dim, affine=False)
         # Without random weights: the global generator belongs to the run.
@@ -229,19 +228,15 @@ class OnlineProbe(nn.Module):
             labels.append(found)
         features, truth = torch.cat(parts), torch.cat(labels)
         memory, classes = self.memory_features[:filled], self.memory_classes[:filled]
-        votes = knn_votes(memory, classes, features, self.config.neighbours, self.n_classes)
+        (votes,) = knn_votes([memory], classes, features, [self.config.neighbours], self.n_classes).values()
         loss = (self.loss_sum / self.batches.clamp(min=1)).item()
         self.loss_sum.zero_()
         self.batches.zero_()
         return {
-            "probe/linear_top1": _top1(self.head(self.norm(features)), truth),
-            "probe/knn_top1": _top1(votes, truth),
+            "probe/linear_top1": top_accuracy(self.head(self.norm(features)), truth),
+            "probe/knn_top1": top_accuracy(votes, truth),
             "probe/loss": loss,
         }
-
-
-def _top1(scores: Float[Tensor, "n classes"], classes: Int[Tensor, " n"]) -> float:
-    return 100 * (scores.argmax(1) == classes).double().mean().item()
 
 
 class RunProbe(Callback):
