@@ -33,6 +33,8 @@ class SweepConfig(Checked):
 
     scale: str = "demo"
     """demo: drawn scenes, minutes on two cores; tiny-imagenet: ViT-S/8, 54 epochs; imagenet: ViT-B/16, 300 epochs."""
+    recipe: str | None = None
+    """Recipe that the runs vary instead of the scale's, such as mae-tiny-imagenet."""
     compat: Compat = "corrected"
     """Train as the recipe does, as the released code (release), or as the paper's text (paper-text)."""
     data: str = ""
@@ -172,7 +174,7 @@ class Plan:
 def base_config(config: SweepConfig) -> TrainConfig:
     """Return the config of a scale's runs, before the options of the command line."""
     scale = SCALES.find(config.scale)()
-    base = with_overrides(find_recipe(scale.recipe, config.compat), scale.overrides)
+    base = with_overrides(find_recipe(config.recipe or scale.recipe, config.compat), scale.overrides)
     if config.data:
         base = replace(base, data=config.data)
     if config.epochs is not None:
@@ -208,11 +210,11 @@ def make_plan(
             with_overrides(base, overrides)
         except InputError as error:
             raise InputError(f"The variant '{variant}' cannot run: {error}") from error
-    parts = ["sweep", name, *short_names(axes).values(), config.scale, *compat_flag(config)[1:]]
+    parts = ["sweep", name, *short_names(axes).values(), config.recipe or config.scale, *compat_flag(config)[1:]]
     return Plan(
         name,
         config.scale,
-        scale.recipe,
+        config.recipe or scale.recipe,
         config.baseline or sweep.baseline,
         dict(sweep.variants),
         base,

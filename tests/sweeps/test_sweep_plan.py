@@ -25,6 +25,7 @@ TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
         ({"baseline": "loud"}, "'loud'"),
         ({"probe_data": "x"}, "leave x out"),
         ({"scale": "tiny-imagenet"}, "add --data"),
+        ({"recipe": "mae-tiny"}, "'mae-tiny'"),
     ],
 )
 @pytest.mark.usefixtures("mini")
@@ -66,6 +67,14 @@ def test_labelled_images_are_those_of_the_options():
     assert evaluate[-6:] == ("--data", "photos", "--test-data", "test", "--low-shot.list-file", "1percent.txt")
     assert "labelled" in make_plan("tokens", replace(config, probe_data="labelled")).evaluate
     assert str(make_plan("tokens", config).out) == "runs/sweep-tokens-imagenet"
+
+
+def test_another_recipe_takes_the_length_of_the_scale():
+    config = SweepConfig(scale="tiny-imagenet", recipe="mae-tiny-imagenet", data="photos")
+    plan = make_plan("positions", config)
+    assert next(plan.jobs(config)).pretrain[:2] == ("pretrain", "mae-tiny-imagenet")
+    assert (plan.base.objective.kind, plan.base.optim.epochs) == ("mae", 54)
+    assert str(plan.out) == "runs/sweep-positions-mae-tiny-imagenet"
 
 
 def test_the_imagenet_sweeps_take_compat_and_any_field(monkeypatch):
