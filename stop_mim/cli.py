@@ -400,7 +400,7 @@ class Plan:
 
         config, plan = self.run.config, self.run.plan
         found = layouts(config, plan)
-        Console().print(plan_table(self.run.recipe, config, plan, found).on_screen())
+        Console().print(plan_table(self.run.recipe, config, plan, found))
         best = choose(found, plan)
         if best is None:
             raise InputError(

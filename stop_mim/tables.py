@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 import rich.table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 
 from stop_mim.errors import InputError
@@ -19,6 +21,9 @@ LATEX = {one: f"\\{one}" for one in "&%$#_{}"} | {
     **{"σ": r"$\sigma$", "Σ": r"$\Sigma$", "ψ": r"$\psi$", "m̃": r"$\tilde{m}$"},
 }
 
+NAME_WIDTH = 20
+"""Names of rows are not folded to less than this on a narrow screen."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -30,18 +35,41 @@ class Table:
     note: str = ""
     names: int = 1
 
-    def on_screen(self) -> rich.table.Table:
-        """Return the table for a rich console."""
-        note = escape(self.note) or None
-        table = rich.table.Table(title=escape(self.caption), title_justify="left", caption=note, caption_justify="left")
-        for number, heading in enumerate(self.head):
-            # On a narrow screen names are folded, numbers never.
-            named = number < self.names
-            justify: Literal["left", "right"] = "left" if named else "right"
-            table.add_column(escape(heading), justify=justify, no_wrap=not named, overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(escape, row))
-        return table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table; on a narrow screen as several tables, with the names in each."""
+        groups = self._columns_that_fit(options.max_width)
+        for group in groups:
+            note = self.note if group is groups[-1] else ""
+            table = rich.table.Table(title_justify="left", caption_justify="left")
+            table.title, table.caption = escape(self.caption), escape(note) or None
+            for number in group:
+                # Names are folded, numbers never.
+                named = number < self.names
+                width = min(NAME_WIDTH, self._width(number)) if named else None
+                justify: Literal["left", "right"] = "left" if named else "right"
+                heading = escape(self.head[number])
+                table.add_column(heading, justify=justify, no_wrap=not named, overflow="fold", min_width=width)
+            for row in self.rows:
+                table.add_row(*(escape(row[number]) for number in group))
+            yield table
+
+    def _columns_that_fit(self, width: int) -> list[list[int]]:
+        """Return the columns of each table, names included; a column takes three cells more than its text."""
+        names = list(range(self.names))
+        used = 1 + sum(3 + min(NAME_WIDTH, self._width(number)) for number in names)
+        groups, left = [list(names)], width - used
+        for number in range(self.names, len(self.head)):
+            needed = 3 + self._width(number)
+            if needed > left and len(groups[-1]) > self.names:
+                groups.append(list(names))
+                left = width - used
+            groups[-1].append(number)
+            left -= needed
+        return groups
+
+    def _width(self, number: int) -> int:
+        cells = [row[number] for row in (self.head, *self.rows)]
+        return max(cell_len(line) for cell in cells for line in cell.split("\n"))
 
     def markdown(self) -> str:
         """Return a pipe table below its caption."""

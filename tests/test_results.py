@@ -100,7 +100,7 @@ def test_another_file_is_not_overwritten(tmp_path, text):
 
 def shown(table, width=120):
     console = Console(file=io.StringIO(), width=width)
-    console.print(table.on_screen())
+    console.print(table)
     return console.file.getvalue()
 
 

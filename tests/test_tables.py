@@ -1,6 +1,9 @@
 """Tables as Markdown and LaTeX: what has a meaning there is escaped."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from stop_mim.errors import InputError
 from stop_mim.tables import Table, as_rate, write_tables
@@ -27,6 +30,17 @@ def test_latex(tmp_path):
 def test_other_forms_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"t\.xls.*\.md or \.tex"):
         write_tables(tmp_path / "t.xls", [TABLE])
+
+
+def test_a_table_wider_than_the_screen_is_split_with_its_names_in_each_part():
+    table = Table("Scores", ["variant", *"abc"], [["stochastic", *["+0.75 [-2.43, +3.93]"] * 3]], "A note.")
+    console = Console(file=io.StringIO(), width=64)
+    console.print(table)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 64
+    assert text.count("+0.75 [-2.43, +3.93]") == 3
+    assert text.count("stochastic") == text.count("Scores") == 2
+    assert text.count("A note.") == 1
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.4213, "0.421"), (12.34, "12.3"), (1234.5, "1,234"), (29_150, "29,150")])

@@ -210,7 +210,7 @@ def print_report(report: BenchReport) -> None:
     console = Console()
     console.width = max(console.width, LEAST_WIDTH)
     for table in (step_table(report), facts_table(report)):
-        console.print(table.on_screen())
+        console.print(table)
     for note in report.notes:
         console.print(escape(note), highlight=False, soft_wrap=True)
 

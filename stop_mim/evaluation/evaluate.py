@@ -76,9 +76,9 @@ def _show_and_write(
 ) -> None:
     """Show the tables, then write the files that the user asked for."""
     table = headline_table(found, known)
-    console.print(table.on_screen())
+    console.print(table)
     if config.details:
-        console.print(details_table(found).on_screen())
+        console.print(details_table(found))
     else:
         console.print("All scores: --details, or the files.", style="dim")
     if config.table is not None:

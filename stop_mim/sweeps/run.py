@@ -120,7 +120,7 @@ def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Con
         changed = ", ".join(f"{path} {value}" for path, value in plan.variants[variant].items())
         name = f"{variant} (baseline)" if variant == plan.baseline else variant
         rows.append([name, changed, f"{sum(own)} of {len(own)}"])
-    console.print(Table(title, ["variant", "changes", "finished"], rows, names=2).on_screen())
+    console.print(Table(title, ["variant", "changes", "finished"], rows, names=2))
     left = due(jobs, plan.out, config.retry_failed)
     for job in left:
         for arguments in (job.training, job.evaluation):

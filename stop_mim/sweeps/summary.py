@@ -199,8 +199,8 @@ def _write_csv(file: Path, summary: Summary) -> None:
 def show_summary(summary: Summary, console: Console) -> None:
     """Print both tables, if any run is finished, and remarks."""
     if any(summary.scores.values()):
-        console.print(means_table(summary).on_screen())
-        console.print(differences_table(summary).on_screen())
+        console.print(means_table(summary))
+        console.print(differences_table(summary))
     for line in _remarks(summary):
         console.print(escape(line), highlight=False, soft_wrap=True)
 
