@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
-import stop_mim
+from stop_mim import __version__
 from stop_mim.benchmark.config import BenchConfig, PlanConfig
 from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
 from stop_mim.evaluation.config import check_arguments, evaluate_config
@@ -437,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(given: list[str]) -> None:
     if given == ["--version"]:
-        _print(f"stop-mim {stop_mim.__version__}")
+        _print(f"stop-mim {__version__}")
         return
     load_plugins()
     given = _config_first(given) or ["--help"]

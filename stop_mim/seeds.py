@@ -1,6 +1,8 @@
 """Seeds derived from a purpose, such as a step, so that no random state has to be saved to resume a run."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -14,3 +16,11 @@ def derive_seed(seed: int, *purpose: int | str) -> int:
 def seeded_generator(device: torch.device | str, seed: int, *purpose: int | str) -> torch.Generator:
     """Return a generator with the seed of a purpose."""
     return torch.Generator(device).manual_seed(derive_seed(seed, *purpose))
+
+
+@contextmanager
+def seeded_weights(seed: int) -> Iterator[None]:
+    """Seed torch's global CPU generator, which the initialisation of layers uses; it is restored at the end."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -1,6 +1,7 @@
 """The public names, and the import order that docs/architecture.md claims."""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,14 +25,16 @@ ORDER = claimed_order()
 
 
 def place(module: str) -> int:
-    """The line of a module: that of the longest path of the list that it begins with."""
+    """The line of a module: that of the longest path of the list that it begins with; the package itself is last."""
+    if module == "__init__.py":
+        return len(ORDER)
     found = [path for path in ORDER if module == path or (path.endswith("/") and module.startswith(path))]
     assert found, f"docs/architecture.md does not list {module}"
     return ORDER[max(found, key=len)]
 
 
-def imported(module: str) -> Iterator[str]:
-    """The modules of the package that a module imports, as paths; imports for type checkers alone do not count."""
+def imported(module: str, at_once: bool = False) -> Iterator[str]:
+    """The modules that a module imports, or imports at once, as paths; imports for type checkers alone do not count."""
     tree = ast.parse((PACKAGE / module).read_text())
     unchecked = {
         node
@@ -39,13 +42,28 @@ def imported(module: str) -> Iterator[str]:
         if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stop_mim.") and node not in unchecked:
-            parts = (node.module or "").split(".")[1:]
-            names = ["/".join([*parts, alias.name]) + ".py" for alias in node.names]
-            whole = "/".join(parts) + ".py"
-            own = whole if whole in MODULES else "/".join(parts) + "/__init__.py"
-            yield from (name if name in MODULES else own for name in names)
+    for node in tree.body if at_once else ast.walk(tree):
+        if node in unchecked:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} has a relative import, whose order is not checked"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        ours = (name for name in names if f"{name}.".startswith("stop_mim.") and name != "stop_mim.__version__")
+        yield from map(path_of, ours)
+
+
+def path_of(name: str) -> str:
+    """The module that a dotted name is in: "stop_mim.data.order" and "stop_mim.data.order.Order" are data/order.py."""
+    parts = name.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        for ending in (".py", "/__init__.py"):
+            if (path := "/".join(parts[:length]) + ending) in MODULES:
+                return path
+    return "__init__.py"
 
 
 def test_public_names():
@@ -64,3 +82,8 @@ def test_every_path_of_the_documented_list_exists():
 def test_a_module_imports_only_from_those_above_it(module):
     below = {other for other in imported(module) if place(other) > place(module)}
     assert not below
+
+
+def test_no_imports_go_in_a_circle():
+    graph = {module: {*imported(module, at_once=True)} for module in MODULES if module != "__init__.py"}
+    list(graphlib.TopologicalSorter(graph).static_order())

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from stop_mim.seeds import derive_seed, seeded_generator
+from stop_mim.seeds import derive_seed, seeded_generator, seeded_weights
 
 
 def test_a_seed_is_the_same_in_every_version_and_process():
@@ -30,3 +30,14 @@ def test_neighbouring_streams_are_not_correlated():
     streams = torch.stack([torch.randn(4000, generator=seeded_generator("cpu", 0, "noise", step)) for step in range(8)])
     off_diagonal = torch.corrcoef(streams) - torch.eye(8)
     assert off_diagonal.abs().max() < 0.08
+
+
+def test_seeding_weights_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with seeded_weights(5):
+        first = torch.nn.Linear(2, 2).weight
+    with seeded_weights(5):
+        assert torch.equal(torch.nn.Linear(2, 2).weight, first)
+    assert torch.equal(torch.rand(2), expected)

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.markup import escape
 
-import stop_mim
+from stop_mim import __version__
 from stop_mim.analysis.report_data import ModelData, Pictures, Plain, charts, choose_pictures, model_data, picture_url
 from stop_mim.analysis.runs import (
     INCIDENTAL,
@@ -118,7 +118,7 @@ def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
         | {section for section in MODEL_SECTIONS if any(getattr(model, section, None) for model in models)},
         objectives=len({group.first.config.objective.kind for group in groups}),
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        version=stop_mim.__version__,
+        version=__version__,
         style=(HERE / "report.css").read_text(),
         script=(HERE / "report.js").read_text(),
         data=data,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCardData, get_token
 
-import stop_mim
+from stop_mim import __version__
 from stop_mim.errors import InputError
 from stop_mim.exchange.formats import EXPORTERS, Exported, Place
 from stop_mim.exchange.loading import load_encoder, locate
@@ -122,7 +122,7 @@ def model_card(encoder: Encoder, origin: Origin, exported: Exported, licence: st
     summary = (
         f"A Vision Transformer: width {encoder.dim}, {encoder.depth} layers, {encoder.heads} heads, {size}. It turns images "
         f"of {encoder.image_size[0]}x{encoder.image_size[1]} pixels into one feature vector for each of {rows}x{columns} "
-        f"patches. Exported by stop-mim {stop_mim.__version__}."
+        f"patches. Exported by stop-mim {__version__}."
     )
     weights = (
         "No licence was given for the weights: ask their author" if licence is None else f"Weights: {_escape(licence)}"

@@ -5,8 +5,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import torch
-
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import (
     PARTS,
@@ -34,7 +32,7 @@ from stop_mim.models.hub_encoder import load_hub_encoder
 from stop_mim.models.objective import Objective
 from stop_mim.registry import Registry
 from stop_mim.results import UNTRAINED
-from stop_mim.seeds import derive_seed
+from stop_mim.seeds import derive_seed, seeded_weights
 from stop_mim.training.checkpoint import FILE_FORMAT as CHECKPOINT_FORMAT
 from stop_mim.training.checkpoint import SUFFIX as SHARDED
 from stop_mim.training.checkpoint import read_checkpoint
@@ -186,11 +184,11 @@ def _from_hub(model: str, pretrained: bool) -> FrozenEncoder:
 def _untrained(name: str, pretrained: bool) -> FrozenEncoder:
     """Return the encoder of a run with the weights that it started from, or another model with random weights."""
     if name.startswith(tuple(ENCODERS)):
-        torch.manual_seed(0)
-        return load_encoder(name, pretrained=False)
+        with seeded_weights(0):
+            return load_encoder(name, pretrained=False)
     config = RunFolder(Path(name).expanduser()).config()
-    torch.manual_seed(derive_seed(config.seed, "weights"))
-    return build_encoder(config.encoder).eval()
+    with seeded_weights(derive_seed(config.seed, "weights")):
+        return build_encoder(config.encoder).eval()
 
 
 def _known() -> str:

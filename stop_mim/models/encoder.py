@@ -26,6 +26,8 @@ from stop_mim.positions import SinCosPositions
 # timm's arguments for a model without a classifier, for images of any size.
 TOKENS_ONLY: dict[str, Any] = {"global_pool": "avg", "fc_norm": False, "num_classes": 0, "dynamic_img_size": True}
 
+WEIGHT_STD = 0.02
+
 
 @dataclass(frozen=True)
 class Dimensions:
@@ -199,12 +201,12 @@ def mlp_ratio(hidden: int, width: int) -> float:
 
 
 def initialise_transformer(
-    parts: Iterable[nn.Module], blocks: Iterable[Any], initialisation: Initialisation = "scaled", std: float = 0.02
+    parts: Iterable[nn.Module], blocks: Iterable[Any], initialisation: Initialisation = "scaled"
 ) -> None:
     """Draw truncated normal weights for all linear layers of `parts`, and scale the residual branches of `blocks` by depth.
 
     Layer l (from 1) has the last weight of both branches divided by √(2l), so that the sum of all branches has the same
-    scale at any depth. "release" leaves all weights as they are drawn, with the same std, as the released code does.
+    scale at any depth. "release" leaves all weights as they are drawn, all with the same standard deviation.
     """
     released = initialisation == "release"
     for layer in (layer for part in parts for layer in part.modules()):
@@ -213,7 +215,7 @@ def initialise_transformer(
             # and the first targets, features of this network, would depend on positions alone.
             keeps_variance = isinstance(layer, nn.Conv2d) and not released
             fan_in = layer.weight[0].numel()
-            nn.init.trunc_normal_(layer.weight, std=1 / math.sqrt(fan_in) if keeps_variance else std)
+            nn.init.trunc_normal_(layer.weight, std=1 / math.sqrt(fan_in) if keeps_variance else WEIGHT_STD)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
     with torch.no_grad():

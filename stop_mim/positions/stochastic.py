@@ -99,9 +99,9 @@ class StochasticPositions(Positions):
     ) -> Tensor | None:
         """Draw standard normal noise, (B, n, noise_dim), for these tokens; None if they get none, as in evaluation."""
         applies = self.applies_to(tokens)
-        return self.standard_normal(indices, generator) if applies and self.training else None
+        return self._standard_normal(indices, generator) if applies and self.training else None
 
-    def standard_normal(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def _standard_normal(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw standard normal noise, (B, n, noise_dim), in any mode."""
         table = self.table()
         shape = (*indices.shape, self.covariance.noise_dim)
@@ -109,7 +109,7 @@ class StochasticPositions(Positions):
 
     def sample(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return ψ̂ = A n + ψ of these patches, in training and evaluation mode and under any convention."""
-        noise = self.standard_normal(indices, generator)
+        noise = self._standard_normal(indices, generator)
         return stochastic_positions(self.base(indices), noise, self.noise_std, self.covariance)
 
     def covariance_matrix(self) -> Tensor:

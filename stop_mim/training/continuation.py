@@ -117,9 +117,9 @@ def check_continuation(
 ) -> None:
     """Raise InputError if the data differ from the checkpoint's; warn of changes that affect rounding or random draws."""
     # A copy of the data has other times. Checkpoints of earlier versions have no contents.
-    if before["data"] != now["data"] and before.get("contents") != now["contents"]:
+    if before["data"] != now["data"] and before["contents"] != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
-    if now["device"] == "cpu" and before.get("threads", now["threads"]) != now["threads"]:
+    if now["device"] == "cpu" and before["threads"] != now["threads"]:
         warn(
             f"This run used {before['threads']} CPU thread(s) and continues with {now['threads']}: sums are rounded "
             f"differently, so that it does not continue bit for bit; set OMP_NUM_THREADS={before['threads']} to avoid it."

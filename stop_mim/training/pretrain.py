@@ -1,7 +1,7 @@
 """Pretraining: a config becomes an objective, batches, a step and a trainer.
 
-Read this first, then trainer.py (the loop), step.py (one update), models/ijepa.py (the objective) and
-positions/stochastic.py (StoP itself).
+Read this first, then trainer.py (the loop), step.py (one update), models/ijepa.py (the objective), models/predictor.py
+(context and masked tokens) and positions/stochastic.py (StoP itself).
 """
 
 import warnings
@@ -21,7 +21,7 @@ from stop_mim.errors import InputError
 from stop_mim.models.build import build_objective
 from stop_mim.models.kernels.fast import is_half
 from stop_mim.models.objective import Objective
-from stop_mim.seeds import derive_seed
+from stop_mim.seeds import derive_seed, seeded_weights
 from stop_mim.training.acceleration import accelerate, autocast_for
 from stop_mim.training.callbacks.checkpoint import SaveRun, SaveShardedRun
 from stop_mim.training.callbacks.health import WatchHealth
@@ -125,6 +125,7 @@ def prepare(
     if probe_data is not None:
         measuring.append(RunProbe(config, probe_data, objective, parts.autocast, ranks, folder, display))
     save = SaveShardedRun if is_sharded(objective) else SaveRun
+    # Their order matters: what is measured is recorded, then shown and tracked, and the checkpoint comes last.
     parts.trainer.callbacks += [
         *measuring,
         RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, measuring),
@@ -157,8 +158,8 @@ def assemble(
     optim, speed = config.optim, config.speed
     steps_per_epoch = images.order.batches_per_epoch // inputs.batches_per_step
     total_steps = optim.epochs * steps_per_epoch
-    torch.manual_seed(derive_seed(config.seed, "weights"))
-    objective = build_objective(config).to(device)
+    with seeded_weights(derive_seed(config.seed, "weights")):
+        objective = build_objective(config).to(device)
     model = share(objective, ranks, speed.sharding, is_half(speed.precision, device), speed.reshard)
     optimiser = make_optimiser(objective, optim, device)
     autocast = autocast_for(speed.precision, device)

@@ -98,7 +98,7 @@ class Trainer:
         self.model, self.optimiser, self.callbacks = model, optimiser, list(callbacks)
         self.ranks, self.seed, self.warn = ranks or Ranks(0, 1, 1, torch.device("cpu")), seed, warn
         self.max_not_finite, self.remedy = max_not_finite, remedy
-        self.done, self.end = 0, total_steps
+        self.done, self.last_step = 0, total_steps
         self.not_finite, self.not_finite_in_a_row = 0, 0
         self.loss = float("nan")
         """The last finite loss that was read."""
@@ -112,11 +112,11 @@ class Trainer:
     @property
     def stops(self) -> bool:
         """Whether the last step is the last of this session."""
-        return self.done == self.end or self.interrupted_by is not None
+        return self.done == self.last_step or self.interrupted_by is not None
 
     def run(self, end: int | None = None) -> None:
         """Train until `end` steps of the whole run are done; not given: all."""
-        self.end = min(self.total_steps, end or self.total_steps)
+        self.last_step = min(self.total_steps, end or self.total_steps)
         self.interrupted_by, self.error = None, None
         # torchrun sends SIGTERM to all processes when one is killed: the others must still report why they end.
         with catch_interruption(ANSWER if self.ranks.is_main else "") as interruption:
@@ -142,13 +142,13 @@ class Trainer:
 
     def _train(self, batches: Iterator[Any], interruption: Interruption) -> None:
         unread: list[Outcome] = []
-        while self.done < self.end and self.interrupted_by is None:
+        while self.done < self.last_step and self.interrupted_by is None:
             batch, outcome = self.take_step(batches)
             unread.append(outcome)
             # Reading waits for the device, except on the CPU. Several processes agree to stop only where they read: all
             # callbacks are asked in all processes.
             asked = any(callback.reads(self.done) for callback in self.callbacks)
-            reads = self.ranks.device.type == "cpu" or self.done == self.end or asked
+            reads = self.ranks.device.type == "cpu" or self.done == self.last_step or asked
             if (reads or self.ranks.world_size == 1) and any_rank(bool(interruption), self.ranks):
                 self.interrupted_by = interruption.signal_name or "another process"
             outcomes: list[StepOutcome] = []
@@ -165,6 +165,7 @@ class Trainer:
         watch.mark(f"step {self.done + 1}, reading images")
         batch = next(batches)
         watch.mark(f"step {self.done + 1}, in the update")
+        # 0: the first virtual shard of the noise; the step derives the seeds of the others.
         outcome = self.step(batch, self.values, derive_seed(self.seed, "step", self.done, 0))
         self.done += 1
         return batch, outcome

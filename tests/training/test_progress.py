@@ -58,7 +58,7 @@ def test_values_that_are_measured_rarely_are_shown_with_their_step():
         if loss is not None:
             trainer.loss = loss
         show.after_step(trainer, None, [] if loss is None else [StepOutcome(loss, 1.0, True)])
-    assert [(done, end) for done, end, _ in shown] == [(step, trainer.end) for step in range(4)]
+    assert [(done, end) for done, end, _ in shown] == [(step, trainer.last_step) for step in range(4)]
     texts = [text for _, _, text in shown]
     assert "decoding" in texts[0]
     assert texts[1:] == [

@@ -16,14 +16,14 @@ def is_half(precision: str, device: torch.device) -> bool:
 
 def use_fast_kernels(
     objective: Objective, precision: str, device: torch.device, recompute: bool = False, calls_layers: bool = False
-) -> None:
-    """Replace parts of an objective by faster ones with the same weights and names of weights.
+) -> Objective:
+    """Return the objective with faster parts in place of some, with the same weights and names of weights.
 
     In bf16 on a GPU, attention runs in one kernel for short sequences, and I-JEPA's target encoder runs in bf16 throughout
     with its last layer for target patches only.
 
     Args:
-        objective: changed in place.
+        objective: its parts are replaced in place.
         precision: "auto", "bf16" or "fp32".
         device: where it trains.
         recompute: keep no activations inside layers and compute them again for the gradient: less memory, slower.
@@ -39,3 +39,4 @@ def use_fast_kernels(
     for module in objective.modules():
         if hasattr(module, "recompute"):
             module.recompute = recompute  # type: ignore[assignment]
+    return objective

@@ -131,7 +131,7 @@ class WatchHealth(Callback):
         return step == 1 or step % self.every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        if not (self.reads(trainer.done) or trainer.done == trainer.end):
+        if not (self.reads(trainer.done) or trainer.done == trainer.last_step):
             return
         with gathered(self.objective):
             signs = measure_health(self.objective, batch[0][0]) if trainer.ranks.is_main else None

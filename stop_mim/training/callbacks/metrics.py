@@ -47,7 +47,7 @@ class RecordMetrics(Callback):
             if outcome.updated:
                 self._losses.append(outcome.loss)
         due = self.reads(trainer.done)
-        if due or trainer.done == trainer.end:
+        if due or trainer.done == trainer.last_step:
             self._write(trainer)
         if due or trainer.done == trainer.total_steps:
             self._losses = []

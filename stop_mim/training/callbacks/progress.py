@@ -127,7 +127,7 @@ class ShowProgress(Callback):
         self._rare: dict[int, str] = {}
 
     def start(self, trainer: Trainer) -> None:
-        self.show(trainer.done, trainer.end, "decoding the first images…")
+        self.show(trainer.done, trainer.last_step, "decoding the first images…")
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
         measured = trainer.measurements
@@ -138,7 +138,7 @@ class ShowProgress(Callback):
         if rare := [text.format(measured[name]) for name, text in SHOWN_WITH_STEP.items() if name in measured]:
             self._rare = {trainer.done: " ".join(rare)}
         rarely = [f"({text} at step {step:,})" for step, text in self._rare.items()]
-        self.show(trainer.done, trainer.end, " ".join(filter(None, [self._speed, self._loss, *rarely])))
+        self.show(trainer.done, trainer.last_step, " ".join(filter(None, [self._speed, self._loss, *rarely])))
 
 
 class RecordStatus(Callback):
