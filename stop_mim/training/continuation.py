@@ -98,7 +98,7 @@ def open_checked_images(
         "threads": torch.get_num_threads(),
     }
     # Local copies have other times, and the same contents.
-    require_same(f"The data '{config.data}'", identity["contents"] or identity["data"], ranks)
+    require_same(f"The data '{config.data}'", identity["contents"], ranks)
     if before is not None:
         check_continuation(before, identity, config.data, display.warn)
     return images, identity
@@ -116,7 +116,7 @@ def check_continuation(
     before: Mapping[str, Any], now: Mapping[str, Any], data: str, warn: Callable[[str], None]
 ) -> None:
     """Raise InputError if the data differ from the checkpoint's; warn of changes that affect rounding or random draws."""
-    # A copy of the data has other times. Checkpoints of earlier versions have no contents.
+    # A copy of the data has other times, and the same contents.
     if before["data"] != now["data"] and before["contents"] != now["contents"]:
         raise InputError(f"The data '{data}' have changed: restore them, or start a new run.")
     if now["device"] == "cpu" and before["threads"] != now["threads"]:
