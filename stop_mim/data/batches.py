@@ -99,8 +99,9 @@ class Batches:
             for epoch, indices, pixels, on_device, bad in found:
                 for description in bad:
                     self.bad_images.add(description)
-                images = show(pixels, draw(self.seed, epoch, on_device))
-                yield Batch(images, None if self._labels is None else self._labels[on_device], indices)
+                labels = None if self._labels is None else self._labels[on_device]
+                # Not kept in a variable, which would hold the images while the next batch is read.
+                yield Batch(show(pixels, draw(self.seed, epoch, on_device)), labels, indices)
 
     def _resident(self, placement: Placement, progress: Progress | None, replace_bad: bool) -> Resident | None:
         """Decode all images if they are to stay in memory; return None if they are to be streamed."""

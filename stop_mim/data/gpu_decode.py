@@ -116,8 +116,14 @@ class GpuDecoded:
     ) -> ReadImages:
         opened = [image for group in opening for image in group.result()]
         pixels = torch.empty(len(opened), 3, *self.cutter.view.size, dtype=torch.uint8, device=self.device)
+        # The threads cut what the GPU cannot decode while it decodes the rest.
+        cutting = self._begin_on_cpu(request, [place for place, image in enumerate(opened) if image is None], readers)
         done = self._cut_on_gpu(request, opened, pixels)
-        bad = self._cut_on_cpu(request, [place for place in range(len(opened)) if place not in done], pixels, readers)
+        failed = [place for place, image in enumerate(opened) if image is not None and place not in done]
+        bad: list[Bad] = []
+        for group, crops, filled in [*cutting, *self._begin_on_cpu(request, failed, readers)]:
+            bad += [(group[at], description) for at, description in filled.result()]
+            pixels[torch.tensor(group, device=self.device)] = crops.permute(0, 3, 1, 2).to(self.device)
         return as_read(request, pixels, bad, self.cutter.replace_bad, self.device)
 
     def _cut_on_gpu(self, request: Request, opened: Sequence[OpenedImage | None], pixels: Tensor) -> set[int]:
@@ -138,20 +144,16 @@ class GpuDecoded:
                 done |= good.keys()
         return done
 
-    def _cut_on_cpu(
-        self, request: Request, places: list[int], pixels: Tensor, readers: ThreadPoolExecutor
-    ) -> list[Bad]:
-        """Read, decode and cut images into their places, in threads; return the bad ones."""
+    def _begin_on_cpu(
+        self, request: Request, places: list[int], readers: ThreadPoolExecutor
+    ) -> list[tuple[list[int], Tensor, Future[list[Bad]]]]:
+        """Begin to read, decode and cut images in threads; return groups of places, their crops, and their bad images."""
         jobs = []
         for group in (places[start : start + _CUT_TOGETHER] for start in range(0, len(places), _CUT_TOGETHER)):
             crops = torch.empty(len(group), *self.cutter.view.size, 3, dtype=torch.uint8)
             indices = request.indices[group].tolist()
             jobs.append((group, crops, readers.submit(self.cutter.fill, crops, request.epoch, indices)))
-        bad: list[Bad] = []
-        for group, crops, filled in jobs:
-            bad += [(group[at], description) for at, description in filled.result()]
-            pixels[torch.tensor(group, device=self.device)] = crops.permute(0, 3, 1, 2).to(self.device)
-        return bad
+        return jobs
 
 
 def suits_gpu(image: OpenedImage) -> bool:

@@ -25,6 +25,7 @@ from stop_mim.data.lookahead import Slots, mapped, prefetched
 from stop_mim.data.order import Request
 from stop_mim.data.streamed import ReadImages
 from stop_mim.errors import InputError
+from stop_mim.records import from_plain
 
 Progress = Callable[[int, int], None]
 """Takes the number of images that are done and the number of all."""
@@ -180,7 +181,9 @@ def _cached_images(
     with damage_named(folder):
         # Copy on write: torch warns of memory that must not be written.
         pixels = torch.from_numpy(np.load(folder / "pixels.npy", mmap_mode="c", allow_pickle=False))
-        was_bad = json.loads((folder / "bad.json").read_text())
+        was_bad = from_plain(list[int], json.loads((folder / "bad.json").read_text()))
+        if not all(0 <= index < len(pixels) for index in was_bad):
+            raise InputError(f"bad.json names images beyond {len(pixels)}")
     bad: dict[int, str] = {}
     for index in was_bad:
         # What kept an image from being read, such as a network, may be over.

@@ -163,6 +163,8 @@ def extract_features(
     mine = [c for c in chunks if c % ranks.world_size == ranks.rank and not _chunk_file(folder, c).exists()]
     if mine:
         require_writable_cache(folder)
+        # Not in inference mode, in which the weights would become tensors that cannot be trained.
+        subject.encoder.to(ranks.device)
         here = np.concatenate([images[c * CHUNK_IMAGES : (c + 1) * CHUNK_IMAGES] for c in mine])
         # The batch size divides the chunk size, so that no batch belongs to two chunks.
         largest = speed.batch_size_per_device or IMAGES_AT_A_TIME
@@ -187,7 +189,7 @@ def extract_features(
 @torch.inference_mode()
 def _embedded(subject: "Subject", batches: Batches) -> Generator[tuple[Int[Tensor, " batch"], Tensor], None, None]:
     """Yield the numbers of images and their features."""
-    encoder, done = subject.encoder.to(subject.ranks.device), 0
+    encoder, done = subject.encoder, 0
     progress = subject.bar(f"{subject.name} features of {batches.source.name}")
     for images, _, numbers in batches.starting_at():
         with torch.autocast(images.device.type, torch.bfloat16, enabled=images.device.type == "cuda"):

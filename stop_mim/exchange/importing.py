@@ -44,8 +44,9 @@ LAYER = {
     "mlp.fc2": "output.dense",
 }
 QUERY, KEY, VALUE = (f"attention.attention.{part}" for part in ("query", "key", "value"))
-# Parts of task models that do not belong to the encoder.
-NOT_ENCODER = ("pooler.", "classifier.", "decoder.", "embeddings.mask_token")
+# Task models have other parts, under any name.
+ENCODER_PARTS, NOT_ENCODER = ("encoder.", "embeddings.", "layernorm."), "embeddings.mask_token"
+NEEDED = {"num_attention_heads", "image_size", "layer_norm_eps"}
 
 # The .pth.tar files of the releases hold an encoder, its target encoder and a predictor.
 Part = Literal["encoder", "target_encoder"]
@@ -132,8 +133,9 @@ def _of_timm(model: Any, name: str) -> Encoder:
 
 
 def is_convertible(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a plain Vision Transformer whose names are known here."""
-    return config.get("model_type") in CONVERTIBLE and config.get("hidden_act", "gelu") == "gelu"
+    """Return whether a config.json describes a plain Vision Transformer, and leaves out nothing that is needed here."""
+    is_plain = config.get("model_type") in CONVERTIBLE and config.get("hidden_act", "gelu") == "gelu"
+    return is_plain and config.keys() >= NEEDED
 
 
 def read_hub_folder(folder: Path) -> Encoder:
@@ -180,7 +182,7 @@ def to_timm_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         match = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)", name)
         if match and match[2] in layer:
             found[f"blocks.{match[1]}.{layer[match[2]]}.{match[3]}"] = tensor
-        elif not name.startswith(NOT_ENCODER):
+        elif name.startswith(ENCODER_PARTS) and name != NOT_ENCODER:
             found[whole.get(name, name)] = tensor
     for name in [name for name in found if f".{QUERY}." in name]:
         names = [name.replace(QUERY, part) for part in (QUERY, KEY, VALUE)]

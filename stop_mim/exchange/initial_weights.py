@@ -31,8 +31,11 @@ def initialise(objective: Objective, name: str | Path, warn: Callable[[str], Non
     """
     path, part, kind, _ = locate(name)
     match kind:
-        case "run" | "checkpoint" if part is None:
-            return _from_checkpoint(objective, path if kind == "checkpoint" else _newest(path))
+        # A run that was copied without its checkpoints is an encoder.
+        case "run" if part is None and (path / "checkpoints").is_dir():
+            return _from_checkpoint(objective, _newest(path))
+        case "checkpoint" if part is None:
+            return _from_checkpoint(objective, path)
         case "pickle" if part is None and is_release(contents := read_pickle(path)):
             if hint := _hint_about_release(objective.positions, path):
                 warn(hint)

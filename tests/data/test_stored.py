@@ -94,10 +94,17 @@ def test_what_was_bad_is_known_from_the_cache_and_may_be_good_again():
     assert torch.equal(again.pixels[2], Counted().images[2])
 
 
-def test_a_file_that_was_cut_off_is_named(cache):
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("pixels.npy", lambda old: old[:-100]),
+        *(("bad.json", lambda old, new=new: new) for new in (b"{", b'["a"]', b"[9999]")),
+    ],
+)
+def test_a_damaged_file_is_named(cache, name, damage):
     store(Counted())
-    (file,) = cache.glob("*/pixels.npy")
-    file.write_bytes(file.read_bytes()[:-100])
+    (file,) = cache.glob(f"*/{name}")
+    file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(InputError, match=f"{file.parent} cannot be read .*delete it"):
         store(Counted())
 

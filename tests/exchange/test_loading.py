@@ -141,7 +141,6 @@ def test_a_folder_of_timm_that_is_wrong(tmp_path, change, words):
         ("num_hidden_layers", 3, "num_hidden_layers is 3 there, 2 in"),
         ("image_size", 64, "16 positions.*64x64 pixels have 8x8"),
         ("num_attention_heads", 5, "width 48, .* 5 heads"),
-        ("layer_norm_eps", None, "layer_norm_eps is None"),
         ("num_attention_heads", "3", "num_attention_heads is '3'"),
     ],
 )
@@ -149,10 +148,23 @@ def test_a_folder_of_hugging_face_that_is_wrong(tmp_path, transformers, name, va
     folder = tmp_path / "model"
     transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config.pop(name) if value is None else config.update({name: value})
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
     with pytest.raises(InputError, match=words):
         stop_mim.load_encoder(folder)
+
+
+def test_what_a_folder_of_hugging_face_leaves_out_has_the_defaults_of_transformers(tmp_path, images, transformers):
+    folder = tmp_path / "model"
+    model = transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).eval()
+    model.save_pretrained(folder)
+    expected = stop_mim.load_encoder(folder)(images)
+    # A head of another task, under a name of its own.
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"my_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(stop_mim.load_encoder(folder)(images), expected)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "layer_norm_eps"}))
+    torch.testing.assert_close(stop_mim.load_encoder(folder)(images), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_weights_that_a_model_of_hugging_face_lacks(tmp_path, transformers):

@@ -24,7 +24,7 @@ from stop_mim.data.image_source import BadImages, ImageSource, common_size, dige
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
-from stop_mim.data.stored import Progress
+from stop_mim.data.stored import MixedSizes, Progress
 from stop_mim.errors import InputError
 from stop_mim.models.accuracy import top_accuracy
 from stop_mim.models.encoder import Encoder, evaluation_mode
@@ -131,10 +131,18 @@ def open_split(
     order = ShuffledOrder(indices, size, own_seed) if split == "train" else SequentialOrder(indices, size)
     found, most_pixels = common_size(data.source, indices), math.prod(stored.size)
     stored_view = None if found is not None and math.prod(found) <= most_pixels else stored
-    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), stored_view=stored_view)
     file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
     bad_images = BadImages(data.source.name, len(data), file)
-    return Batches(data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress=progress)
+
+    def stored_through(chosen: TestView | None) -> Batches:
+        placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), stored_view=chosen)
+        return Batches(data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress)
+
+    try:
+        return stored_through(stored_view)
+    except MixedSizes:
+        # `common_size` looks at some images only.
+        return stored_through(stored)
 
 
 class OnlineProbe(nn.Module):
