@@ -24,7 +24,7 @@ from stop_mim.evaluation.features import (
     features_folder,
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
-from stop_mim.evaluation.task import TASKS, FeatureTask, options_of
+from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.exchange.loading import load_encoder, run_of
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import UNTRAINED
@@ -61,6 +61,9 @@ class GivenFeatures:
 
     ranks: Ranks
 
+    def need_layers(self, layers: int) -> None:
+        """Do nothing: the features are given."""
+
     def chunks(self, features: Features) -> Chunks:
         """Return the features as they are."""
         return features.chunks
@@ -87,7 +90,8 @@ class Subject:
     ) -> None:
         self.name, self.encoder, self.run = name, encoder.eval(), run
         self.config, self.ranks, self.bar = config, ranks, bar
-        self.layers = min(max(options_of(config, "linear").layers), encoder.depth)
+        self.layers = 1
+        """How many last layers features are extracted of."""
         # On the CPU: from a GPU every tensor would be copied on its own.
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
@@ -109,6 +113,10 @@ class Subject:
             yield f"'{self.name}' does not store its number of heads: {assumed}."
         if encoder.pool == "cls" and self.config.pool == "auto":
             yield f"'{self.name}' has a class token, which is probed; --pool mean probes the mean of the patches."
+
+    def need_layers(self, layers: int) -> None:
+        """Extract features of at least this many last layers, or of all."""
+        self.layers = max(self.layers, min(layers, self.encoder.depth))
 
     def protocol(self, data: TaskData) -> Protocol:
         """Return the protocol of the data, or the one that the user chose."""

@@ -45,11 +45,20 @@ class Task(ABC):
     trains: ClassVar[bool] = False
     """Whether it trains on images; --task all runs these tasks last."""
 
+    @classmethod
+    def video_split(cls, config: EvaluateConfig) -> str:
+        """Return the split of DAVIS that a task on videos uses."""
+        return "val"
+
     def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: "Progress") -> None:
         self.name, self.config, self.subject, self.data, self.progress = name, config, subject, data, progress
-        self.options: Any = options_of(config, name) if self.Options is not None else None
+        self.options = self.find_options()
         self.details: dict[str, Any] = {}
         """Results that are not scores; `run` may add some."""
+
+    def find_options(self) -> Any:
+        """Return the options of the task."""
+        return None if self.Options is None else options_of(self.config, self.name)
 
     def check(self) -> None:
         """Raise InputError if the task cannot be done with this encoder and these data."""
@@ -80,6 +89,15 @@ class Task(ABC):
 
 class FeatureTask(Task):
     """A task on frozen features: all processes extract them, and the main process runs `scores`."""
+
+    def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: "Progress") -> None:
+        super().__init__(name, config, subject, data, progress)
+        subject.need_layers(self.layers)
+
+    @property
+    def layers(self) -> int:
+        """How many last layers `scores` needs; the default is that of `linear`, so that tasks share cached features."""
+        return 4
 
     def run(self) -> Iterator[Score]:
         train, test = (

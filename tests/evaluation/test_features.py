@@ -24,7 +24,6 @@ from stop_mim.evaluation import features as stored
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder, pooled_features
 from stop_mim.evaluation.subject import Subject
-from stop_mim.evaluation.tasks.linear import LinearOptions
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder
 from stop_mim.models.encoder_file import save_encoder
@@ -56,10 +55,10 @@ def test_pooled_features_are_the_encoders_own(encoder, monkeypatch):
 
 
 def a_subject(encoder, ranks=ALONE, layers=2, progress=lambda done, total: None):
-    config = evaluate_config()(
-        linear=LinearOptions(layers=(layers,)), speed=SpeedConfig(workers=0, batch_size_per_device=7)
-    )
-    return Subject("toy", encoder, None, config, ranks, lambda name: progress)
+    config = evaluate_config()(speed=SpeedConfig(workers=0, batch_size_per_device=7))
+    subject = Subject("toy", encoder, None, config, ranks, lambda name: progress)
+    subject.need_layers(layers)
+    return subject
 
 
 def extract(encoder, source, images=None, **options):

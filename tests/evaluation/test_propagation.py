@@ -65,8 +65,8 @@ def propagated(encoder, video, **changes):
 
 def segmented(video, out, foreground=False, overlays=False, progress=lambda done, total: None):
     """The scores of the task, which writes the masks."""
-    options = VideoOptions(masks=out, overlays=overlays, propagation=config())
-    settings = evaluate_config()(foreground=foreground, video=options)
+    options = VideoOptions(masks=out, overlays=overlays, foreground=foreground, propagation=config())
+    settings = evaluate_config()(video=options)
     subject = SimpleNamespace(encoder=MeanColour(), ranks=ALONE, place=None)
     task = VideoSegmentation("video", settings, subject, VideoData([video], "drawn"), progress)
     assert {score.metric: score.value for score in task.run()}["J&F"] == 100 * task.details["J&F"]

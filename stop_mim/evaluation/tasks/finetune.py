@@ -117,9 +117,8 @@ class Finetune(TrainingTask):
     Options = FinetuneOptions
     options: FinetuneOptions
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.options = self.options.filled(self.subject.encoder.dim)
+    def find_options(self) -> FinetuneOptions:
+        return super().find_options().filled(self.subject.encoder.dim)
 
     def check(self) -> None:
         """Refuse encoders that cannot be trained, other sizes of images than the encoder's own, and unknown names."""

@@ -5,8 +5,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import tyro
+
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
-from stop_mim.evaluation.task import TASKS, Task
+from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.results import Score
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ class VideoOptions(Checked, group="video"):
     """Folder for the predicted masks, in DAVIS's format; each encoder has its own folder in it, if there are several."""
     overlays: bool = False
     """Draw the masks over some frames too, as a contact sheet for each sequence."""
+    foreground: Annotated[bool, tyro.conf.arg(aliases=["--foreground"])] = False
+    """Score all objects of a video as one, as DAVIS 2016 does."""
     propagation: PropagationConfig = field(default_factory=PropagationConfig)
 
     def __post_init__(self) -> None:
@@ -64,9 +69,13 @@ class VideoSegmentation(Task):
     needs = "videos"
     options: VideoOptions
 
+    @classmethod
+    def video_split(cls, config: EvaluateConfig) -> str:
+        return options_of(config, "video").split
+
     def settings(self) -> dict[str, Any]:
         propagation = {} if self.subject.encoder is None else asdict(self.options.propagation)
-        return {"name": "davis", "foreground": self.config.foreground, **propagation}
+        return {"name": "davis", "foreground": self.options.foreground, **propagation}
 
     def run(self) -> Iterator[Score]:
         """Yield means over all objects; the details have every sequence."""
@@ -78,7 +87,7 @@ class VideoSegmentation(Task):
     def _scores(self) -> dict[str, Any]:
         from stop_mim.evaluation.segmentation import score_masks, score_videos
 
-        videos, foreground = self.data.videos, self.config.foreground
+        videos, foreground = self.data.videos, self.options.foreground
         if self.subject.encoder is None:
             return score_masks(videos, self.subject.folder, foreground, self.progress)
         # Objects are propagated one by one, also if they are scored as one: saved masks then score the same.
