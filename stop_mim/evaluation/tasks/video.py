@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -19,16 +19,11 @@ if TYPE_CHECKING:
 # As in the paper's table.
 HEADLINES = ("J&F", "J_mean", "F_mean")
 
-Variant = Literal["dino", "soft"]
-
 
 @dataclass(frozen=True)
 class PropagationConfig(Checked, group="video.propagation"):
     """How labels go from frame to frame; the defaults are those of the paper, which follows DINO."""
 
-    variant: Variant = "dino"
-    """dino: seeds of one object per patch, and each object's map stretched to 0..1 before the largest is taken; soft: seeds
-    are fractions of patches, and maps are compared as they are."""
     short_side: Annotated[int, ABOVE_ZERO] = 480
     """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
     context_frames: Annotated[int, AT_LEAST_ZERO] = 7
