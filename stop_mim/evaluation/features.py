@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64, UInt8
-from safetensors import SafetensorError
+from jaxtyping import Float, Int, Int64
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from stop_mim.data.augment import TestView, normalise, resize_batch
+from stop_mim.data.augment import TestView
 from stop_mim.data.batches import Batches, Placement
-from stop_mim.data.cache import cache_folder, cached_file, require_writable_cache
+from stop_mim.data.cache import cache_folder, cached_file, damage_named, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
 from stop_mim.errors import InputError
-from stop_mim.models.encoder import Encoder, FrozenEncoder, evaluation_mode
+from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.training.distributed import wait_for_all
 from stop_mim.training.inputs import workers_for
 
@@ -221,10 +220,8 @@ def _chunk_file(folder: Path, chunk: int) -> Path:
 def _read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Features:
     parts = []
     for path in (_chunk_file(folder, chunk) for chunk in range(n_chunks)):
-        try:
+        with damage_named(path):
             part = load_file(path)
-        except SafetensorError as error:
-            raise InputError(f"The cached features {path} are damaged ({error}): delete the file.") from error
         if len(part["indices"]):
             parts.append(part)
     if not parts:
@@ -232,17 +229,3 @@ def _read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Fe
     return Features(
         tuple(part["features"] for part in parts), torch.cat([part["indices"] for part in parts]), layer_dim
     )
-
-
-@torch.inference_mode()
-def pooled_features(
-    encoder: FrozenEncoder, pixels: UInt8[Tensor, "n 3 height width"], layers: int = 1
-) -> Float[Tensor, "n dim"]:
-    """Return the features of images in memory, resized to the encoder's size, on the encoder's device."""
-    device = next(encoder.parameters()).device
-    parts: list[Tensor] = []
-    with evaluation_mode(encoder):
-        for batch in pixels.split(IMAGES_AT_A_TIME):
-            images = normalise(resize_batch(batch.to(device), encoder.image_size), encoder.mean, encoder.std)
-            parts.append(encoder.embed(images, layers).float())
-    return torch.cat(parts)
