@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath, calculate_drop_path_rates
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.evaluation.labelled_training import LR_IMAGES, Conditions, LabelledTraining
@@ -27,7 +26,7 @@ from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.distributed import reduce_mean, share
 from stop_mim.training.schedules import warmup_cosine
-from stop_mim.training.step import Outcome, StepOutcome
+from stop_mim.training.step import Outcome, StepOutcome, gradient_norm, step_if_finite, synchronised
 from stop_mim.training.trainer import Trainer
 
 HEAD_STD = 2e-5
@@ -160,7 +159,7 @@ class FinetuneTraining(LabelledTraining):
         twin = trainable_copy(encoder, options.drop_path)
         self.classifier = Classifier(twin, classes, generator).to(ranks.device)
         optimiser = make_optimiser(self.classifier, options)
-        remedy = f"lower finetune.lr ({options.lr})"
+        remedy = f"lower {options.GROUP}.lr ({options.lr})"
         super().__init__(
             self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions, remedy
         )
@@ -194,11 +193,9 @@ class FinetuneTraining(LabelledTraining):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             loss = reduce_mean(self._backward(images, labels, seed), self.ranks)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.classifier.parameters() if p.grad is not None])
+        norm = gradient_norm(self.classifier)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        # As a gradient scaler does: with found_inf set, the optimiser's kernel changes nothing.
-        self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self.optimiser.step()
+        step_if_finite(self.optimiser, finite)
         return torch.stack([loss, norm.to(loss), finite.to(loss)])
 
     def _backward(
@@ -213,9 +210,7 @@ class FinetuneTraining(LabelledTraining):
         parts = list(zip(images.split(at_a_time), labels.split(at_a_time), strict=True))
         for number, (part, part_labels) in enumerate(parts, start=1):
             mixed, targets = self.mixing(part, part_labels, derive_seed(seed, "mixing", number))
-            # Gradients are averaged over the processes once, with the last part.
-            waits = isinstance(self.shared, DistributedDataParallel) and number < len(parts)
-            with self.shared.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            with synchronised(self.shared, is_last=number == len(parts)):
                 with autocast_for(self.speed.precision, self.ranks.device):
                     logits = self.shared(mixed)
                 loss = F.cross_entropy(logits.float(), targets, reduction="sum") / count
