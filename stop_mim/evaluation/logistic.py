@@ -225,7 +225,7 @@ class Chosen:
     held_out: float
 
 
-def held_out(count: int, seed: int = 0) -> Bool[Tensor, " n"]:
+def held_out(count: int, seed: int) -> Bool[Tensor, " n"]:
     """Return which of `count` training images are held out to choose by."""
     order = torch.randperm(count, generator=seeded_generator("cpu", seed, "held out"))
     held = torch.zeros(count, dtype=torch.bool)
@@ -254,7 +254,7 @@ def choose_penalty(
     return _best(Chosen(penalty, top_accuracy(probe.logits(kept.float()), truth)) for penalty, probe in probes)
 
 
-def choose_penalties(draws: Sequence[Draw], classes: int, seed: int = 0) -> list[Chosen]:
+def choose_penalties(draws: Sequence[Draw], classes: int, seed: int) -> list[Chosen]:
     """Return, for each draw, the penalty with the best accuracy over folds of its images; the strongest of several best."""
     parts = [(draw, fold) for draw, (_, labels) in enumerate(draws) for fold in _folds(labels, seed)]
     used = [_rows(draws[draw], rows) for draw, (rows, _) in parts]

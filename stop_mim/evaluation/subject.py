@@ -173,7 +173,6 @@ def feature_task(
     classes: int,
     device: torch.device = CPU,
     seed: int = 0,
-    progress: Progress = lambda done, total: None,
     **options: Any,
 ) -> FeatureTask:
     """Return a task whose `scores` takes features that were computed elsewhere: `LabelledFeatures.in_memory`.
@@ -186,4 +185,6 @@ def feature_task(
     assert issubclass(kind, FeatureTask)
     assert kind.Options is not None
     config = evaluate_config()(seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
-    return kind(name, config, GivenFeatures(Ranks(0, 1, 1, device)), SimpleNamespace(classes=classes), progress)
+    return kind(
+        name, config, GivenFeatures(Ranks(0, 1, 1, device)), SimpleNamespace(classes=classes), lambda done, total: None
+    )
