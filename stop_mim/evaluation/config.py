@@ -71,7 +71,7 @@ def evaluate_config() -> type[EvaluateConfig]:
 
 
 def check_arguments(names: Sequence[str], config: EvaluateConfig) -> None:
-    """Raise InputError for what is missing, tasks that do not exist, and files that cannot be written; needs no torch."""
+    """Raise InputError for missing arguments, unknown tasks and files that cannot be written; does not import torch."""
     from stop_mim.evaluation.task import TASKS
 
     if not names:

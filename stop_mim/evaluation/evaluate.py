@@ -206,11 +206,11 @@ def _open_images(config: EvaluateConfig, tasks: dict[str, type[Task]], say: Call
     for one in data:
         if one.held_out:
             say(
-                f"'{config.data}' has no test split: {len(one.test):,} of its images are held out to test on "
-                f"(label {one.label}); name others with --test-data."
+                f"'{config.data}' has no test split: {len(one.test):,} of its images are held out for testing "
+                f"(label {one.label}); --test-data names other test images."
             )
     if config.test_data is not None and data[0].train.source.fingerprint() == data[0].test.source.fingerprint():
-        say(f"Warning: '{config.test_data}' holds the training images: the scores are of images with known labels.")
+        say(f"Warning: '{config.test_data}' holds the training images: the scores are not test scores.")
     return data
 
 

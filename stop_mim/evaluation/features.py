@@ -1,7 +1,7 @@
 """Frozen features: pooled tokens of an encoder's last layers, extracted once and cached on disk.
 
-They are written in chunks as they come: memory holds one chunk, an interruption loses one, and several processes share
-the work. They are read memory-mapped.
+They are written chunk by chunk: memory holds one chunk, an interruption loses one, and several processes share the work.
+They are read memory-mapped.
 """
 
 from collections.abc import Generator, Sequence

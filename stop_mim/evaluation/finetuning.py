@@ -1,4 +1,4 @@
-"""Fine-tuning of a copy of an encoder with a linear head: layer-wise learning rates, mixed and changed images."""
+"""Fine-tuning of a copy of an encoder with a linear head: layer-wise learning rates, mixup, cutmix, RandAugment."""
 
 import copy
 import random
@@ -42,7 +42,7 @@ class Classifier(nn.Module):
         self.encoder = encoder
         # Without torch's initialisation, which would advance the global generator.
         self.head = nn.utils.skip_init(nn.Linear, encoder.dim, classes)
-        # Almost zero: the first updates change the head alone, before they reach into the encoder.
+        # Almost zero: the first updates change mainly the head, whose weights scale the gradients of the encoder.
         nn.init.trunc_normal_(self.head.weight, std=HEAD_STD, a=-2 * HEAD_STD, b=2 * HEAD_STD, generator=generator)
         nn.init.zeros_(self.head.bias)
 
@@ -60,10 +60,7 @@ class Classifier(nn.Module):
 
 
 def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
-    """Return a copy in which everything is trained that a prediction depends on, except fixed positions.
-
-    Its residual branches are dropped at random in training, later ones more often.
-    """
+    """Return a copy with drop path, in which all weights that a prediction depends on are trained, except fixed positions."""
     twin = copy.deepcopy(encoder)
     rates = calculate_drop_path_rates(drop_path, len(twin.vit.blocks))
     for block, rate in zip(twin.vit.blocks, rates, strict=True):
@@ -101,7 +98,7 @@ class Mixing:
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], labels: Int[Tensor, " batch"], seed: int
     ) -> tuple[Float[Tensor, "batch 3 height width"], Float[Tensor, "batch classes"]]:
-        """Return changed images, and the class probabilities that belong to them."""
+        """Return the mixed images and their class probabilities."""
         images, targets = images.clone(), mixup_target(labels, self.classes, 1.0, self.smoothing)
         device = images.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _seeded_globals(seed):
@@ -185,7 +182,7 @@ class FinetuneTraining(LabelledTraining):
     def update(
         self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
     ) -> Outcome:
-        """Take a step, with gradients accumulated over parts of the batch; without finite values nothing is updated."""
+        """Take a step with gradients accumulated over parts of the batch; if loss or gradient is not finite, update nothing."""
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["lr_scale"]
         device = self.ranks.device

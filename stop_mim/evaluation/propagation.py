@@ -1,6 +1,6 @@
-"""Label propagation in videos with frozen features: labels of the first frame go from patch to similar patch.
+"""Label propagation in videos with frozen features: each patch takes the labels of similar patches.
 
-Nothing is trained: each patch takes the labels of its nearest patches in the first frame and in the frames just before.
+Nothing is trained: labels come from the nearest patches in the first frame and in the previous frames.
 """
 
 import math

@@ -32,13 +32,13 @@ from stop_mim.training.distributed import Ranks, any_rank
 
 CPU = torch.device("cpu")
 MASKS = "masks:"
-# Features of a smaller part of a source are extracted alone.
+# For at most this fraction of a source, features of the rest are not extracted.
 FEW_IMAGES = 0.5
 
 
 @dataclass(frozen=True)
 class GivenMasks:
-    """Masks of videos that are scored as they are, with what tasks ask of a `Subject`."""
+    """Predicted masks of videos, with the part of the interface of `Subject` that tasks on videos use."""
 
     name: str
     folder: Path
@@ -51,13 +51,13 @@ class GivenMasks:
         return {}
 
     def notes(self) -> Iterator[str]:
-        """Yield nothing: nothing was chosen for them."""
+        """Yield nothing."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class GivenFeatures:
-    """Features that were computed elsewhere, with what tasks of frozen features ask of a `Subject`."""
+    """Features computed elsewhere, with the part of the interface of `Subject` that a `FeatureTask` uses."""
 
     ranks: Ranks
 
@@ -106,7 +106,7 @@ class Subject:
         return {**facts, "guessed_heads": encoder.heads} if encoder.guessed_heads else facts
 
     def notes(self) -> Iterator[str]:
-        """Yield what was chosen for the encoder, and might have been chosen otherwise."""
+        """Yield messages about the defaults that were chosen for the encoder."""
         encoder = self.encoder
         if encoder.guessed_heads:
             assumed = f"{encoder.heads} are assumed, as usual for a width of {encoder.dim}"
@@ -134,7 +134,7 @@ class Subject:
         if not known and len(labelled) <= FEW_IMAGES * len(source):
             features = extract_features(self, source, view, np.sort(labelled.indices).astype(np.int64))
         else:
-            # Other parts of the source will be wanted too.
+            # Other tasks probably need other parts of the source.
             if key not in self._features:
                 self._features[key] = extract_features(self, source, view)
             features = self._features[key].of_images(labelled.indices)

@@ -1,6 +1,6 @@
 """Tasks: what an encoder is scored on. A task is one class in one file, registered by name; see `Task`.
 
-This module and the tasks of the package import torch inside functions, so that mistyped options are refused at once.
+This module and the tasks of the package import torch inside functions, so that mistyped options are reported at once.
 """
 
 from abc import ABC, abstractmethod
@@ -61,15 +61,15 @@ class Task(ABC):
         return None if self.Options is None else options_of(self.config, self.name)
 
     def check(self) -> None:
-        """Raise InputError if the task cannot be done with this encoder and these data."""
+        """Raise InputError if the task cannot run with this encoder and these data."""
         self.settings()
 
     def notes(self) -> Iterator[str]:
-        """Yield what a user should know before the task runs, in sentences."""
+        """Yield messages for the user, shown before the task runs."""
         yield from ()
 
     def protocol(self) -> "Protocol":
-        """Return how images are seen."""
+        """Return the protocol of the data, which defines the views of images."""
         return self.subject.protocol(self.data)
 
     def training_images(self) -> "LabelledSet":
@@ -153,6 +153,6 @@ def options_of(config: EvaluateConfig, name: str) -> Any:
 
 
 def plain(options: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass for JSON; none for None."""
+    """Return the fields of a dataclass as values for JSON; empty for None."""
     values = {} if options is None else asdict(options)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Video object segmentation: DAVIS's J and F of propagated labels, or of masks that somebody else made."""
+"""Video object segmentation: DAVIS's J and F of propagated labels, or of masks of another method."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,18 +22,18 @@ HEADLINES = ("J&F", "J_mean", "F_mean")
 
 @dataclass(frozen=True)
 class PropagationConfig(Checked, group="video.propagation"):
-    """How labels go from frame to frame; the defaults are those of the paper, which follows DINO."""
+    """Label propagation from frame to frame; the defaults are those of the paper, which follows DINO."""
 
     short_side: Annotated[int, ABOVE_ZERO] = 480
     """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
     context_frames: Annotated[int, AT_LEAST_ZERO] = 7
-    """How many of the frames just before give labels, besides the first."""
+    """Number of previous frames to take labels from, besides the first frame."""
     temperature: Annotated[float, ABOVE_ZERO] = 0.1
     """A patch has the weight exp(cosine / temperature)."""
     window: Annotated[int, AT_LEAST_ZERO] = 12
-    """A patch looks at patches up to this many rows and columns away."""
+    """A patch takes labels from patches up to this many rows and columns away."""
     neighbours: Annotated[int, ABOVE_ZERO] = 5
-    """How many patches, of all in the window in all context frames, give their labels."""
+    """Number of nearest patches, in the window of all context frames, to take labels from."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class VideoOptions(Checked, group="video"):
     masks: Path | None = None
     """Folder for the predicted masks, in DAVIS's format; each encoder has its own folder in it, if there are several."""
     overlays: bool = False
-    """Draw the masks over some frames too, as a contact sheet for each sequence."""
+    """Also write a contact sheet of each sequence: some frames with their masks."""
     foreground: Annotated[bool, tyro.conf.arg(aliases=["--foreground"])] = False
     """Score all objects of a video as one, as DAVIS 2016 does."""
     propagation: PropagationConfig = field(default_factory=PropagationConfig)
