@@ -94,7 +94,7 @@ def evaluate(
 
 @torch.inference_mode()
 def embed(encoder: FrozenEncoder, pixels: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n dim"]:
-    """Return the features of images in memory."""
+    """Return the features of images in memory, in full precision; `evaluate` caches them in half precision."""
     return encoder.embed(normalise(resize_batch(pixels, encoder.image_size), encoder.mean, encoder.std))
 
 

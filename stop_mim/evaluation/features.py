@@ -58,7 +58,7 @@ class Features:
 
     @property
     def layers(self) -> int:
-        """How many last layers the features are of."""
+        """Number of last layers in the features."""
         return self.chunks[0].shape[1] // self.layer_dim
 
     def last(self, layers: int) -> "Features":
@@ -78,7 +78,7 @@ class Features:
         return found
 
     def of_images(self, indices: np.ndarray) -> "Features":
-        """Return the features of the images with these indices; all of them are not copied."""
+        """Return the features of the images with these indices, or self, without a copy, if they are all images."""
         here = torch.isin(self.indices, torch.from_numpy(np.asarray(indices, dtype=np.int64)))
         if here.all():
             return self

@@ -91,7 +91,7 @@ class Subject:
         self.name, self.encoder, self.run = name, encoder.eval(), run
         self.config, self.ranks, self.bar = config, ranks, bar
         self.layers = 1
-        """How many last layers features are extracted of."""
+        """Number of last layers whose features are extracted."""
         # On the CPU: from a GPU every tensor would be copied on its own.
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None

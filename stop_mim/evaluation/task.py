@@ -90,13 +90,13 @@ class Task(ABC):
 class FeatureTask(Task):
     """A task on frozen features: all processes extract them, and the main process runs `scores`."""
 
-    def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: "Progress") -> None:
-        super().__init__(name, config, subject, data, progress)
-        subject.need_layers(self.layers)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.subject.need_layers(self.layers)
 
     @property
     def layers(self) -> int:
-        """How many last layers `scores` needs; the default is that of `linear`, so that tasks share cached features."""
+        """Number of last layers that `scores` needs; the default is that of `linear`, so that tasks share cached features."""
         return 4
 
     def run(self) -> Iterator[Score]:
