@@ -99,7 +99,9 @@ def knn_speed(device, scale):
 
 def subject_of(encoder, device, **speed):
     config = evaluate_config()(speed=SpeedConfig(**speed))
-    return Subject("encoder", encoder, None, config, Ranks(0, 1, 1, device))
+    subject = Subject("encoder", encoder, None, config, Ranks(0, 1, 1, device))
+    subject.need_layers(4)
+    return subject
 
 
 def extract(subject, source, size):

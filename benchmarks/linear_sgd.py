@@ -142,6 +142,7 @@ def main():
         encoder.image_size = (arguments.image_size, arguments.image_size)
     view, stored = TestView(encoder.image_size, None, encoder.mean, encoder.std), []
     subject = Subject(arguments.encoder, encoder, None, evaluate_config()(), ranks)
+    subject.need_layers(4)
     for part in (data.train, data.test):
         features = extract_features(subject, part.source, view)
         assert len(features) == len(part.source), "this needs images that can all be read"

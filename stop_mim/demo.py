@@ -7,19 +7,23 @@ from typing import Any
 
 import matplotlib
 import torch
+from jaxtyping import Float, UInt8
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import Tensor
 
 from stop_mim.analysis.figures import FIGURES, STYLE
 from stop_mim.analysis.report import write_report
+from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import count_classes, distance_classes
-from stop_mim.evaluation.features import LabelledFeatures, pooled_features
+from stop_mim.evaluation.features import LabelledFeatures
 from stop_mim.evaluation.subject import feature_task
 from stop_mim.exchange.loading import load_encoder
+from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, add_results, today
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.pretrain import train
@@ -73,8 +77,8 @@ def evaluate(
     # Scenes are held in memory.
     images = [part for source in (train_source, test_source) if (part := source.stacked()) is not None]
     images[0] = images[0][:LABELLED_SCENES]
-    encoders = {name: load_encoder(name) for name in (str(run), f"{UNTRAINED}{run}")}
-    features = {name: [pooled_features(encoder, part) for part in images] for name, encoder in encoders.items()}
+    encoders = {name: load_encoder(name).eval() for name in (str(run), f"{UNTRAINED}{run}")}
+    features = {name: [embed(encoder, part) for part in images] for name, encoder in encoders.items()}
     features[PIXELS] = [part.flatten(1).float() / 255 for part in images]
     protocol, facts = {"name": "demo", "labels": LABELLED_SCENES}, {"date": today()}
     for encoder, (train_part, test_part) in features.items():
@@ -86,6 +90,12 @@ def evaluate(
                 probe = feature_task(task, int(learned.labels.max()) + 1, **options)
                 about = (encoder, task, label, config.data, TEST_SCENES, protocol, config.seed)
                 yield Evaluation(*about, {"chance": chance, **facts}, scores=list(probe.scores(learned, tested)))
+
+
+@torch.inference_mode()
+def embed(encoder: FrozenEncoder, pixels: UInt8[Tensor, "n 3 height width"]) -> Float[Tensor, "n dim"]:
+    """Return the features of images in memory, in full precision; `evaluate` caches them in half precision."""
+    return encoder.embed(normalise(resize_batch(pixels, encoder.image_size), encoder.mean, encoder.std))
 
 
 def show(evaluations: Sequence[Evaluation], run: Path, console: Console) -> None:

@@ -35,8 +35,6 @@ class EvaluateConfig(Checked):
     """Side of the images in pixels; not given: the size that the encoder was trained at."""
     seed: int = 0
     """Seed of held-out images, draws, batch order and augmentation."""
-    foreground: bool = False
-    """Score all objects of a video as one, as DAVIS 2016 does."""
     untrained: Literal["auto", "yes", "no"] = "auto"
     """Whether to score a run's network with its initial weights too, where features are frozen; auto: up to 20,000 images."""
     details: bool = False
@@ -73,7 +71,7 @@ def evaluate_config() -> type[EvaluateConfig]:
 
 
 def check_arguments(names: Sequence[str], config: EvaluateConfig) -> None:
-    """Raise InputError for what is missing, tasks that do not exist, and files that cannot be written; needs no torch."""
+    """Raise InputError for missing arguments, unknown tasks and files that cannot be written; does not import torch."""
     from stop_mim.evaluation.task import TASKS
 
     if not names:

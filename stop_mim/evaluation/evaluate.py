@@ -14,7 +14,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, check_arguments
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
 from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_subject
-from stop_mim.evaluation.task import TASKS, Task, options_of
+from stop_mim.evaluation.task import TASKS, Task
 from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable
 from stop_mim.records import write_json
@@ -135,7 +135,7 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
     work = []
     for subject in subjects:
         for name, task in tasks.items():
-            for one in data[task.needs] if subject.name not in baselines or _frozen(task) else ():
+            for one in data[name] if subject.name not in baselines or _frozen(task) else ():
                 if not task.labels or one.label in task.labels:
                     label = "" if one.label in USUAL_LABELS else one.label
                     progress = bar(" ".join(filter(None, [subject.name, name, label])))
@@ -156,9 +156,11 @@ def _baselines(
     names: list[str], config: EvaluateConfig, tasks: dict[str, type[Task]], data: dict[str, list[Any]]
 ) -> list[str]:
     """Return the names of runs' networks with their initial weights that are scored too."""
-    images = sum(len(part) for one in data["images"][:1] for part in (one.train, one.test))
-    few = config.untrained == "yes" or images <= MOST_IMAGES_OF_BASELINES
-    if config.untrained == "no" or not few or not any(map(_frozen, tasks.values())):
+    frozen = [name for name, task in tasks.items() if _frozen(task)]
+    if config.untrained == "no" or not frozen:
+        return []
+    labelled = data[frozen[0]][0]
+    if config.untrained == "auto" and len(labelled.train) + len(labelled.test) > MOST_IMAGES_OF_BASELINES:
         return []
     runs = [name for name in names if run_of(name) == Path(name).expanduser().resolve()]
     return [name for name in (f"{UNTRAINED}{run}" for run in runs) if name not in names]
@@ -181,23 +183,22 @@ def _choose_tasks(config: EvaluateConfig) -> dict[str, type[Task]]:
 def _open_data(
     config: EvaluateConfig, tasks: dict[str, type[Task]], only_masks: bool, say: Callable[[str], None]
 ) -> dict[str, list[Any]]:
-    """Return the labellings of images, and the videos, if tasks need them."""
-    needs = {task.needs for task in tasks.values()}
-    data: dict[str, list[Any]] = {"images": [], "videos": []}
-    if "images" in needs:
-        data["images"] = _open_images(config, tasks, say)
-    if "videos" in needs:
-        # The options of scenes are those of images: with these, the default clips are drawn.
-        name = "scenes" if data["images"] and "videos" in kinds_of_data(config.data) else config.data
-        opened = open_videos(name, options_of(config, "video").split, needs_frames=not only_masks)
-        data["videos"] = [VideoData(opened, config.data)]
+    """Return the data of each task: all labellings of the images, which tasks share, or videos."""
+    on_images = {name: task for name, task in tasks.items() if task.needs == "images"}
+    images = _open_images(config, on_images, say) if on_images else []
+    data: dict[str, list[Any]] = dict.fromkeys(on_images, images)
+    # The options of scenes are those of images: with these, the default clips are drawn.
+    clips = "scenes" if images and "videos" in kinds_of_data(config.data) else config.data
+    for name in tasks.keys() - on_images.keys():
+        split = tasks[name].video_split(config)
+        data[name] = [VideoData(open_videos(clips, split, needs_frames=not only_masks), config.data)]
     return data
 
 
 def _open_images(config: EvaluateConfig, tasks: dict[str, type[Task]], say: Callable[[str], None]) -> list[TaskData]:
     data = open_task_data(config.data, config.test_data, config.label, config.seed)
     for name, task in tasks.items():
-        if task.needs == "images" and task.labels and not {one.label for one in data} & {*task.labels}:
+        if task.labels and not {one.label for one in data} & {*task.labels}:
             raise InputError(
                 f"'{config.data}' has no label {' or '.join(task.labels)}: the task {name} needs other data, such as CLEVR "
                 "or scenes."
@@ -205,11 +206,11 @@ def _open_images(config: EvaluateConfig, tasks: dict[str, type[Task]], say: Call
     for one in data:
         if one.held_out:
             say(
-                f"'{config.data}' has no test split: {len(one.test):,} of its images are held out to test on "
-                f"(label {one.label}); name others with --test-data."
+                f"'{config.data}' has no test split: {len(one.test):,} of its images are held out for testing "
+                f"(label {one.label}); --test-data names other test images."
             )
     if config.test_data is not None and data[0].train.source.fingerprint() == data[0].test.source.fingerprint():
-        say(f"Warning: '{config.test_data}' holds the training images: the scores are of images with known labels.")
+        say(f"Warning: '{config.test_data}' holds the training images: the scores are not test scores.")
     return data
 
 

@@ -1,7 +1,7 @@
 """Frozen features: pooled tokens of an encoder's last layers, extracted once and cached on disk.
 
-They are written in chunks as they come: memory holds one chunk, an interruption loses one, and several processes share
-the work. They are read memory-mapped.
+They are written chunk by chunk: memory holds one chunk, an interruption loses one, and several processes share the work.
+They are read memory-mapped.
 """
 
 from collections.abc import Generator, Sequence
@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64, UInt8
-from safetensors import SafetensorError
+from jaxtyping import Float, Int, Int64
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from stop_mim.data.augment import TestView, normalise, resize_batch
+from stop_mim.data.augment import TestView
 from stop_mim.data.batches import Batches, Placement
-from stop_mim.data.cache import cache_folder, cached_file, require_writable_cache
+from stop_mim.data.cache import cache_folder, cached_file, damage_named, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
 from stop_mim.errors import InputError
-from stop_mim.models.encoder import Encoder, FrozenEncoder, evaluation_mode
+from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.training.distributed import wait_for_all
 from stop_mim.training.inputs import workers_for
 
@@ -59,7 +58,7 @@ class Features:
 
     @property
     def layers(self) -> int:
-        """How many last layers the features are of."""
+        """Number of last layers in the features."""
         return self.chunks[0].shape[1] // self.layer_dim
 
     def last(self, layers: int) -> "Features":
@@ -79,7 +78,7 @@ class Features:
         return found
 
     def of_images(self, indices: np.ndarray) -> "Features":
-        """Return the features of the images with these indices; all of them are not copied."""
+        """Return the features of the images with these indices, or self, without a copy, if they are all images."""
         here = torch.isin(self.indices, torch.from_numpy(np.asarray(indices, dtype=np.int64)))
         if here.all():
             return self
@@ -223,10 +222,8 @@ def _chunk_file(folder: Path, chunk: int) -> Path:
 def _read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Features:
     parts = []
     for path in (_chunk_file(folder, chunk) for chunk in range(n_chunks)):
-        try:
+        with damage_named(path):
             part = load_file(path)
-        except SafetensorError as error:
-            raise InputError(f"The cached features {path} are damaged ({error}): delete the file.") from error
         if len(part["indices"]):
             parts.append(part)
     if not parts:
@@ -234,17 +231,3 @@ def _read_features(folder: Path, n_chunks: int, layer_dim: int, name: str) -> Fe
     return Features(
         tuple(part["features"] for part in parts), torch.cat([part["indices"] for part in parts]), layer_dim
     )
-
-
-@torch.inference_mode()
-def pooled_features(
-    encoder: FrozenEncoder, pixels: UInt8[Tensor, "n 3 height width"], layers: int = 1
-) -> Float[Tensor, "n dim"]:
-    """Return the features of images in memory, resized to the encoder's size, on the encoder's device."""
-    device = next(encoder.parameters()).device
-    parts: list[Tensor] = []
-    with evaluation_mode(encoder):
-        for batch in pixels.split(IMAGES_AT_A_TIME):
-            images = normalise(resize_batch(batch.to(device), encoder.image_size), encoder.mean, encoder.std)
-            parts.append(encoder.embed(images, layers).float())
-    return torch.cat(parts)

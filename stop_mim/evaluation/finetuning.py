@@ -1,9 +1,9 @@
-"""Fine-tuning of a copy of an encoder with a linear head: layer-wise learning rates, mixed and changed images."""
+"""Fine-tuning of a copy of an encoder with a linear head: layer-wise learning rates, mixup, cutmix, RandAugment."""
 
 import copy
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath, calculate_drop_path_rates
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.evaluation.labelled_training import LR_IMAGES, Conditions, LabelledTraining
@@ -27,7 +26,7 @@ from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.distributed import reduce_mean, share
 from stop_mim.training.schedules import warmup_cosine
-from stop_mim.training.step import Outcome, StepOutcome
+from stop_mim.training.step import Outcome, StepOutcome, gradient_norm, step_if_finite, synchronised
 from stop_mim.training.trainer import Trainer
 
 HEAD_STD = 2e-5
@@ -43,7 +42,7 @@ class Classifier(nn.Module):
         self.encoder = encoder
         # Without torch's initialisation, which would advance the global generator.
         self.head = nn.utils.skip_init(nn.Linear, encoder.dim, classes)
-        # Almost zero: the first updates change the head alone, before they reach into the encoder.
+        # Almost zero: the first updates change mainly the head, whose weights scale the gradients of the encoder.
         nn.init.trunc_normal_(self.head.weight, std=HEAD_STD, a=-2 * HEAD_STD, b=2 * HEAD_STD, generator=generator)
         nn.init.zeros_(self.head.bias)
 
@@ -61,10 +60,7 @@ class Classifier(nn.Module):
 
 
 def trainable_copy(encoder: Encoder, drop_path: float) -> Encoder:
-    """Return a copy in which everything is trained that a prediction depends on, except fixed positions.
-
-    Its residual branches are dropped at random in training, later ones more often.
-    """
+    """Return a copy with drop path, in which all weights that a prediction depends on are trained, except fixed positions."""
     twin = copy.deepcopy(encoder)
     rates = calculate_drop_path_rates(drop_path, len(twin.vit.blocks))
     for block, rate in zip(twin.vit.blocks, rates, strict=True):
@@ -102,7 +98,7 @@ class Mixing:
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], labels: Int[Tensor, " batch"], seed: int
     ) -> tuple[Float[Tensor, "batch 3 height width"], Float[Tensor, "batch classes"]]:
-        """Return changed images, and the class probabilities that belong to them."""
+        """Return the mixed images and their class probabilities."""
         images, targets = images.clone(), mixup_target(labels, self.classes, 1.0, self.smoothing)
         device = images.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _seeded_globals(seed):
@@ -160,7 +156,7 @@ class FinetuneTraining(LabelledTraining):
         twin = trainable_copy(encoder, options.drop_path)
         self.classifier = Classifier(twin, classes, generator).to(ranks.device)
         optimiser = make_optimiser(self.classifier, options)
-        remedy = f"lower finetune.lr ({options.lr})"
+        remedy = f"lower {options.GROUP}.lr ({options.lr})"
         super().__init__(
             self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions, remedy
         )
@@ -186,7 +182,7 @@ class FinetuneTraining(LabelledTraining):
     def update(
         self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
     ) -> Outcome:
-        """Take a step, with gradients accumulated over parts of the batch; without finite values nothing is updated."""
+        """Take a step with gradients accumulated over parts of the batch; if loss or gradient is not finite, update nothing."""
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["lr_scale"]
         device = self.ranks.device
@@ -194,11 +190,9 @@ class FinetuneTraining(LabelledTraining):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             loss = reduce_mean(self._backward(images, labels, seed), self.ranks)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.classifier.parameters() if p.grad is not None])
+        norm = gradient_norm(self.classifier)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
-        # As a gradient scaler does: with found_inf set, the optimiser's kernel changes nothing.
-        self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self.optimiser.step()
+        step_if_finite(self.optimiser, finite)
         return torch.stack([loss, norm.to(loss), finite.to(loss)])
 
     def _backward(
@@ -213,9 +207,7 @@ class FinetuneTraining(LabelledTraining):
         parts = list(zip(images.split(at_a_time), labels.split(at_a_time), strict=True))
         for number, (part, part_labels) in enumerate(parts, start=1):
             mixed, targets = self.mixing(part, part_labels, derive_seed(seed, "mixing", number))
-            # Gradients are averaged over the processes once, with the last part.
-            waits = isinstance(self.shared, DistributedDataParallel) and number < len(parts)
-            with self.shared.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            with synchronised(self.shared, is_last=number == len(parts)):
                 with autocast_for(self.speed.precision, self.ranks.device):
                     logits = self.shared(mixed)
                 loss = F.cross_entropy(logits.float(), targets, reduction="sum") / count

@@ -106,9 +106,7 @@ class LinearHeads(nn.Module):
         affine: each BatchNorm has a scale and a shift, as VISSL's, which are trained with the head.
     """
 
-    def __init__(
-        self, heads: Sequence[Head], dim: int, classes: int, ranks: Ranks, seed: int = 0, affine: bool = False
-    ) -> None:
+    def __init__(self, heads: Sequence[Head], dim: int, classes: int, ranks: Ranks, seed: int, affine: bool) -> None:
         super().__init__()
         self.heads, self.dim, self.layers = tuple(heads), dim, max(head.layers for head in heads)
         self.norm = SynchronisedBatchNorm(dim * self.layers, ranks)

@@ -136,7 +136,7 @@ def fit_together(
 
 
 Stacked = tuple[Float[Tensor, "sets rows k_and_one"], Int[Tensor, "sets rows"], Float[Tensor, "sets rows"]]
-"""Images of several sets along their principal components, their labels, and the part that each has in its set's loss."""
+"""Images of several sets along their principal components, their labels, and the weight of each image in its set's loss."""
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def fit_stacked(
 
     The search is preconditioned: it runs along the principal components, each scaled so that the loss is about equally
     curved along all of them. A weak penalty makes probabilities certain, and the loss flatter than at the start: the scale is
-    therefore taken again after each round of steps, at the point reached.
+    therefore computed again after each round of steps, at the current point.
     """
     sets, problems, classes = len(trainings), len(penalties[0]), trainings[0].classes
     variances = pad_sequence([one.variances for one in trainings], batch_first=True, padding_value=1.0)
@@ -225,7 +225,7 @@ class Chosen:
     held_out: float
 
 
-def held_out(count: int, seed: int = 0) -> Bool[Tensor, " n"]:
+def held_out(count: int, seed: int) -> Bool[Tensor, " n"]:
     """Return which of `count` training images are held out to choose by."""
     order = torch.randperm(count, generator=seeded_generator("cpu", seed, "held out"))
     held = torch.zeros(count, dtype=torch.bool)
@@ -254,7 +254,7 @@ def choose_penalty(
     return _best(Chosen(penalty, top_accuracy(probe.logits(kept.float()), truth)) for penalty, probe in probes)
 
 
-def choose_penalties(draws: Sequence[Draw], classes: int, seed: int = 0) -> list[Chosen]:
+def choose_penalties(draws: Sequence[Draw], classes: int, seed: int) -> list[Chosen]:
     """Return, for each draw, the penalty with the best accuracy over folds of its images; the strongest of several best."""
     parts = [(draw, fold) for draw, (_, labels) in enumerate(draws) for fold in _folds(labels, seed)]
     used = [_rows(draws[draw], rows) for draw, (rows, _) in parts]
@@ -345,11 +345,11 @@ class _Memory:
 
     def add(self, move: Points, change: Points, accepted: Bool[Tensor, " problems"]) -> None:
         product, square = (move * change).sum(1), change.square().sum(1)
-        tells = accepted & (product > 1e-10 * square) & (square > 0)
-        self.scale = torch.where(tells, product / torch.where(tells, square, 1.0), self.scale)
-        inverse = 1 / torch.where(tells, product, 1.0)
+        usable = accepted & (product > 1e-10 * square) & (square > 0)
+        self.scale = torch.where(usable, product / torch.where(usable, square, 1.0), self.scale)
+        inverse = 1 / torch.where(usable, product, 1.0)
         for kept, newest in ((self.moves, move), (self.changes, change), (self.inverses, inverse)):
-            chosen = tells.view(-1, *[1] * (newest.dim() - 1))
+            chosen = usable.view(-1, *[1] * (newest.dim() - 1))
             # In place, entry by entry: with many classes a second copy would not fit into memory.
             for entry, follower in zip(kept, [*kept[1:], newest], strict=True):
                 torch.where(chosen, follower, entry, out=entry)

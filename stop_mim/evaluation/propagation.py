@@ -1,6 +1,6 @@
-"""Label propagation in videos with frozen features: labels of the first frame go from patch to similar patch.
+"""Label propagation in videos with frozen features: each patch takes the labels of similar patches.
 
-Nothing is trained: each patch takes the labels of its nearest patches in the first frame and in the frames just before.
+Nothing is trained: labels come from the nearest patches in the first frame and in the previous frames.
 """
 
 import math
@@ -21,7 +21,7 @@ from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.videos import Video, davis_palette
 from stop_mim.errors import InputError
 from stop_mim.evaluation.features import require_finite
-from stop_mim.evaluation.tasks.video import PropagationConfig, Variant
+from stop_mim.evaluation.tasks.video import PropagationConfig
 from stop_mim.files import write_atomically
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.positions import Grid
@@ -38,15 +38,8 @@ LabelledFrame = tuple[Float[Tensor, "patches dim"], Float[Tensor, "patches class
 Size = tuple[int, int]
 
 
-def image_size(frame: Size, patch: Size, short_side: int, variant: Variant) -> Size:
-    """Return the size of the images of frames, in whole patches.
-
-    dino: the short side, and the long one floored to a multiple of 64; soft: the frame's aspect ratio, as nearly as possible.
-    """
-    if variant == "soft":
-        scale = short_side / min(frame)
-        height, width = (max(1, round(side * scale / one)) * one for side, one in zip(frame, patch, strict=True))
-        return height, width
+def image_size(frame: Size, patch: Size, short_side: int) -> Size:
+    """Return the size that frames are resized to: the long side is a multiple of 64, and both are whole patches."""
     long = 0 if frame[0] > frame[1] else 1
     sides = [short_side, short_side]
     sides[long] = short_side * max(frame) // min(frame)
@@ -56,28 +49,19 @@ def image_size(frame: Size, patch: Size, short_side: int, variant: Variant) -> S
     return height, width
 
 
-def seeds(mask: UInt8[Tensor, "h w"], classes: int, grid: Grid, variant: Variant) -> Float[Tensor, "patches classes"]:
-    """Return the labels of the patches of the first mask.
+def seeds(mask: UInt8[Tensor, "h w"], classes: int, grid: Grid) -> Float[Tensor, "patches classes"]:
+    """Return the labels of the patches of the first mask: the object at the centre of each patch.
 
-    dino: the object at a patch's centre; an object thinner than a patch may have no patch at all. soft: the fraction of a
-    patch's area that each object covers.
+    An object thinner than a patch may have no patch at all.
     """
-    if variant == "dino":
-        return F.one_hot(_nearest(mask, grid).long().flatten(), classes).float()
-    one_hot = F.one_hot(mask.long(), classes).permute(2, 0, 1)[None].float()
-    return F.interpolate(one_hot, grid, mode="area")[0].flatten(1).T.contiguous()
+    return F.one_hot(_nearest(mask, grid).long().flatten(), classes).float()
 
 
-def mask_of(
-    maps: Float[Tensor, "classes rows columns"], patch: Size, size: Size, variant: Variant
-) -> UInt8[Tensor, "height width"]:
-    """Return the mask of propagated labels, of the size of the frame.
+def mask_of(maps: Float[Tensor, "classes rows columns"], patch: Size, size: Size) -> UInt8[Tensor, "height width"]:
+    """Return the mask of propagated labels at the size of the frame.
 
-    dino: the object whose map, stretched to 0..1 over the frame, is highest, at the pixels of the features; soft: the object
-    whose map, as it is, is highest, at the pixels of the frame.
+    Each object's map is interpolated and scaled to 0..1 over the frame; a pixel belongs to the object with the highest map.
     """
-    if variant == "soft":
-        return F.interpolate(maps[None], size, mode="bilinear")[0].argmax(0).to(torch.uint8)
     wide = F.interpolate(maps[None], scale_factor=patch, mode="bilinear")[0]
     low, high = wide.amin((1, 2), keepdim=True), wide.amax((1, 2), keepdim=True)
     stretched = (wide - low) / torch.where(high > low, high - low, 1.0)
@@ -147,26 +131,24 @@ def propagate(
     encoder: FrozenEncoder, video: Video, config: PropagationConfig, device: torch.device
 ) -> Iterator[UInt8[Tensor, "height width"]]:
     """Yield a mask for every frame, the given one first; the encoder is on the device, in evaluation mode."""
-    variant, patch, mask = config.variant, encoder.patch_size, video.first_mask()
+    patch, mask = encoder.patch_size, video.first_mask()
     frame_size = (mask.shape[0], mask.shape[1])
-    size = image_size(frame_size, patch, config.short_side, variant)
+    size = image_size(frame_size, patch, config.short_side)
     grid = (size[0] // patch[0], size[1] // patch[1])
 
     def features_of(index: int) -> Float[Tensor, "patches dim"]:
         frame = video.frame(index)[None].to(device)
-        if variant == "soft":
-            return patch_features(encoder, resize_batch(frame, size))
         # Without antialiasing, as in DINO.
         return patch_features(encoder, F.interpolate(frame.float(), size, mode="bilinear").round_().to(torch.uint8))
 
     before: deque[LabelledFrame] = deque(maxlen=config.context_frames)
-    first = (features_of(0), seeds(mask, len(video.objects) + 1, grid, variant).to(device))
+    first = (features_of(0), seeds(mask, len(video.objects) + 1, grid).to(device))
     yield mask
     for index in range(1, len(video)):
         features = features_of(index)
         labels = propagate_labels(features, [first, *before], grid, config)
         before.append((features, labels))
-        yield mask_of(labels.T.unflatten(1, grid), patch, frame_size, variant).cpu()
+        yield mask_of(labels.T.unflatten(1, grid), patch, frame_size).cpu()
 
 
 def write_contact_sheet(video: Video, masks: Sequence[UInt8[Tensor, "height width"]], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How linear heads are trained by SGD and tested on each dataset: the numbers of the paper's evaluations."""
+"""Protocols of the paper's evaluations: SGD of linear heads, and views of training and test images, for each dataset."""
 
 import re
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from stop_mim.options import AugmentConfig
 
 @dataclass(frozen=True)
 class Protocol:
-    """SGD on frozen features, and the views of the images that every task uses."""
+    """The schedule of SGD on frozen features, and the views of images for all tasks."""
 
     name: str
     """Its name on the command line."""
@@ -32,7 +32,7 @@ class Protocol:
     preconditioned: bool = False
     """Steps are preconditioned by the features' curvature; learning rates are then fractions of a Newton step."""
     train_view: Literal["random_resized_crop", "resize_flip"] = "random_resized_crop"
-    """What is seen of a training image; both kinds are also flipped, half of the time."""
+    """The view of a training image; both kinds flip half of the images."""
     test_view: Literal["resize_crop", "short_side", "resize"] = "resize_crop"
     """resize_crop: the short side to 8/7 of the size, then the centre; short_side: the short side to the size, then the
     centre; resize: the whole image, both sides resized."""
@@ -49,18 +49,18 @@ class Protocol:
         return replace(self, epochs=epochs, milestones=tuple(sorted(one for one in scaled if one < epochs)))
 
     def training_view(self, encoder: FrozenEncoder, augment: AugmentConfig) -> RandomCrop:
-        """Return what the encoder is shown of a training image."""
+        """Return the view of training images."""
         kind = RandomCrop if self.train_view == "random_resized_crop" else WholeImage
         return kind(augment, encoder.image_size, encoder.mean, encoder.std, self.interpolation)
 
     def test_view_of(self, encoder: FrozenEncoder) -> TestView:
-        """Return what the encoder is shown of a test image."""
+        """Return the view of test images."""
         size = max(encoder.image_size)
         resize_to = {"resize_crop": round(STORED_TO_USED * size), "short_side": size, "resize": None}[self.test_view]
         return TestView(encoder.image_size, resize_to, encoder.mean, encoder.std, self.interpolation)
 
     def with_few_labels(self) -> "Protocol":
-        """Return the protocol of the low-shot probe: of ImageNet it sees more of an image, resized bilinearly."""
+        """Return the protocol of the low-shot probe: for ImageNet, resize the short side bilinearly to the size of the crop."""
         if self.name != "imagenet" or self.test_view != "resize_crop":
             return self
         return replace(self, test_view="short_side", interpolation="bilinear")

@@ -24,7 +24,7 @@ from stop_mim.evaluation.features import (
     features_folder,
 )
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
-from stop_mim.evaluation.task import TASKS, FeatureTask, options_of
+from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.exchange.loading import load_encoder, run_of
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import UNTRAINED
@@ -32,13 +32,13 @@ from stop_mim.training.distributed import Ranks, any_rank
 
 CPU = torch.device("cpu")
 MASKS = "masks:"
-# Features of a smaller part of a source are extracted alone.
+# For at most this fraction of a source, features of the rest are not extracted.
 FEW_IMAGES = 0.5
 
 
 @dataclass(frozen=True)
 class GivenMasks:
-    """Masks of videos that are scored as they are, with what tasks ask of a `Subject`."""
+    """Predicted masks of videos, with the part of the interface of `Subject` that tasks on videos use."""
 
     name: str
     folder: Path
@@ -51,15 +51,18 @@ class GivenMasks:
         return {}
 
     def notes(self) -> Iterator[str]:
-        """Yield nothing: nothing was chosen for them."""
+        """Yield nothing."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class GivenFeatures:
-    """Features that were computed elsewhere, with what tasks of frozen features ask of a `Subject`."""
+    """Features computed elsewhere, with the part of the interface of `Subject` that a `FeatureTask` uses."""
 
     ranks: Ranks
+
+    def need_layers(self, layers: int) -> None:
+        """Do nothing: the features are given."""
 
     def chunks(self, features: Features) -> Chunks:
         """Return the features as they are."""
@@ -87,7 +90,8 @@ class Subject:
     ) -> None:
         self.name, self.encoder, self.run = name, encoder.eval(), run
         self.config, self.ranks, self.bar = config, ranks, bar
-        self.layers = min(max(options_of(config, "linear").layers), encoder.depth)
+        self.layers = 1
+        """Number of last layers whose features are extracted."""
         # On the CPU: from a GPU every tensor would be copied on its own.
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
@@ -102,13 +106,17 @@ class Subject:
         return {**facts, "guessed_heads": encoder.heads} if encoder.guessed_heads else facts
 
     def notes(self) -> Iterator[str]:
-        """Yield what was chosen for the encoder, and might have been chosen otherwise."""
+        """Yield messages about the defaults that were chosen for the encoder."""
         encoder = self.encoder
         if encoder.guessed_heads:
             assumed = f"{encoder.heads} are assumed, as usual for a width of {encoder.dim}"
             yield f"'{self.name}' does not store its number of heads: {assumed}."
         if encoder.pool == "cls" and self.config.pool == "auto":
             yield f"'{self.name}' has a class token, which is probed; --pool mean probes the mean of the patches."
+
+    def need_layers(self, layers: int) -> None:
+        """Extract features of at least this many last layers, or of all."""
+        self.layers = max(self.layers, min(layers, self.encoder.depth))
 
     def protocol(self, data: TaskData) -> Protocol:
         """Return the protocol of the data, or the one that the user chose."""
@@ -126,7 +134,7 @@ class Subject:
         if not known and len(labelled) <= FEW_IMAGES * len(source):
             features = extract_features(self, source, view, np.sort(labelled.indices).astype(np.int64))
         else:
-            # Other parts of the source will be wanted too.
+            # Other tasks probably need other parts of the source.
             if key not in self._features:
                 self._features[key] = extract_features(self, source, view)
             features = self._features[key].of_images(labelled.indices)
@@ -165,7 +173,6 @@ def feature_task(
     classes: int,
     device: torch.device = CPU,
     seed: int = 0,
-    progress: Progress = lambda done, total: None,
     **options: Any,
 ) -> FeatureTask:
     """Return a task whose `scores` takes features that were computed elsewhere: `LabelledFeatures.in_memory`.
@@ -178,4 +185,6 @@ def feature_task(
     assert issubclass(kind, FeatureTask)
     assert kind.Options is not None
     config = evaluate_config()(seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
-    return kind(name, config, GivenFeatures(Ranks(0, 1, 1, device)), SimpleNamespace(classes=classes), progress)
+    return kind(
+        name, config, GivenFeatures(Ranks(0, 1, 1, device)), SimpleNamespace(classes=classes), lambda done, total: None
+    )

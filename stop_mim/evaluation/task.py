@@ -1,6 +1,6 @@
 """Tasks: what an encoder is scored on. A task is one class in one file, registered by name; see `Task`.
 
-This module and the tasks of the package import torch inside functions, so that mistyped options are refused at once.
+This module and the tasks of the package import torch inside functions, so that mistyped options are reported at once.
 """
 
 from abc import ABC, abstractmethod
@@ -45,22 +45,31 @@ class Task(ABC):
     trains: ClassVar[bool] = False
     """Whether it trains on images; --task all runs these tasks last."""
 
+    @classmethod
+    def video_split(cls, config: EvaluateConfig) -> str:
+        """Return the split of DAVIS that a task on videos uses."""
+        return "val"
+
     def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: "Progress") -> None:
         self.name, self.config, self.subject, self.data, self.progress = name, config, subject, data, progress
-        self.options: Any = options_of(config, name) if self.Options is not None else None
+        self.options = self.find_options()
         self.details: dict[str, Any] = {}
         """Results that are not scores; `run` may add some."""
 
+    def find_options(self) -> Any:
+        """Return the options of the task."""
+        return None if self.Options is None else options_of(self.config, self.name)
+
     def check(self) -> None:
-        """Raise InputError if the task cannot be done with this encoder and these data."""
+        """Raise InputError if the task cannot run with this encoder and these data."""
         self.settings()
 
     def notes(self) -> Iterator[str]:
-        """Yield what a user should know before the task runs, in sentences."""
+        """Yield messages for the user, shown before the task runs."""
         yield from ()
 
     def protocol(self) -> "Protocol":
-        """Return how images are seen."""
+        """Return the protocol of the data, which defines the views of images."""
         return self.subject.protocol(self.data)
 
     def training_images(self) -> "LabelledSet":
@@ -80,6 +89,15 @@ class Task(ABC):
 
 class FeatureTask(Task):
     """A task on frozen features: all processes extract them, and the main process runs `scores`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.subject.need_layers(self.layers)
+
+    @property
+    def layers(self) -> int:
+        """Number of last layers that `scores` needs; the default is that of `linear`, so that tasks share cached features."""
+        return 4
 
     def run(self) -> Iterator[Score]:
         train, test = (
@@ -135,6 +153,6 @@ def options_of(config: EvaluateConfig, name: str) -> Any:
 
 
 def plain(options: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass for JSON; none for None."""
+    """Return the fields of a dataclass as values for JSON; empty for None."""
     values = {} if options is None else asdict(options)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

@@ -118,9 +118,7 @@ class TrainingStep:
         total = torch.zeros((), device=self.ranks.device)
         for number, (images, masks) in enumerate(batches, start=1):
             noise = self._draw_noise(masks, number - 1, len(batches))
-            # Gradients are averaged over the processes once, with the last batch.
-            waits = isinstance(self.model, DistributedDataParallel) and number < len(batches)
-            with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            with synchronised(self.model, is_last=number == len(batches)):
                 with self.autocast:
                     loss = self.model(images, masks, noise) / len(batches)
                 loss.backward()
@@ -162,13 +160,25 @@ class TrainingStep:
         if self.clip_gradient_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._learned, self.clip_gradient_norm, norm)
         torch._foreach_mul_([local_part(one) for one in self._decaying], torch.where(finite, self._kept, 1.0))
-        # As a gradient scaler does: with found_inf set, the optimiser's kernel changes nothing.
-        self.optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
-        self.optimiser.step()
+        step_if_finite(self.optimiser, finite)
         self.objective.move_target(torch.where(finite, self._target_weight, 0.0))
 
 
-def gradient_norm(objective: Objective) -> Float[Tensor, ""]:
+def synchronised(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    """Return the context of a backward pass; processes average their gradients once, with the last accumulated batch."""
+    if isinstance(model, DistributedDataParallel) and not is_last:
+        return model.no_sync()
+    return nullcontext()
+
+
+def step_if_finite(optimiser: torch.optim.Optimizer, finite: Bool[Tensor, ""]) -> None:
+    """Take a step of a fused optimiser if `finite` is true, without waiting for the device."""
+    # As a gradient scaler does: with found_inf set, the optimiser's kernel changes nothing.
+    optimiser.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    optimiser.step()
+
+
+def gradient_norm(model: nn.Module) -> Float[Tensor, ""]:
     """Return the norm of all gradients together."""
-    gradients = [parameter.grad for parameter in objective.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return whole_tensor(torch.nn.utils.get_total_norm(gradients))

@@ -19,7 +19,7 @@ from stop_mim.analysis.predictions import (
     sample_pictures,
 )
 from stop_mim.analysis.runs import RunRecords, read_records
-from stop_mim.evaluation.features import pooled_features
+from stop_mim.data.augment import normalise
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_objective
 from stop_mim.training.config import MaskConfig, ObjectiveConfig
@@ -122,4 +122,4 @@ def test_patch_features_are_the_frozen_encoders(stop_run):
     found = patch_features(encoder, images(2))
     assert found.shape == (2, N_PATCHES, encoder.dim)
     assert not found.requires_grad
-    assert torch.allclose(found.mean(1), pooled_features(encoder, images(2)), atol=1e-5)
+    assert torch.allclose(found.mean(1), encoder.embed(normalise(images(2), encoder.mean, encoder.std)), atol=1e-5)

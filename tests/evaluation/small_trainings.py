@@ -115,9 +115,10 @@ def scores_of(task):
     return {score.name: score.value for score in task.run()}
 
 
-def feature_scores(name, train, labels, test, test_labels, classes=5, layers=1, **options):
+def feature_scores(name, train, labels, test, test_labels, classes=5, layers=1, progress=None, **options):
     """The scores of a task of these features, by name; each row has so many layers."""
     task = feature_task(name, classes, **options)
+    task.progress = progress or task.progress
     parts = (LabelledFeatures.in_memory(*part, layers) for part in ((train, labels), (test, test_labels)))
     return {score.name: score for score in task.scores(*parts)}
 

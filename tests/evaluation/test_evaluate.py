@@ -23,7 +23,7 @@ from stop_mim.evaluation import evaluate as evaluate_module
 from stop_mim.evaluation import subject as subject_module
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate
-from stop_mim.evaluation.task import TASKS
+from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions, LowShotFinetuneOptions
 from stop_mim.evaluation.tasks.knn import KnnOptions
 from stop_mim.evaluation.tasks.linear import LinearOptions
@@ -32,7 +32,7 @@ from stop_mim.evaluation.tasks.low_shot import LowShotOptions
 from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.models.encoder_file import save_encoder
-from stop_mim.results import find_score, read_results
+from stop_mim.results import Score, find_score, read_results
 from stop_mim.training.config import SpeedConfig
 
 QUICK = evaluate_config()(
@@ -121,6 +121,29 @@ def test_a_list_of_images(run, colours, tmp_path):
     (tmp_path / "few.txt").write_text("\n".join([*names[:-1], "yellow_09.png"]))
     evaluate([str(run)], config, silent())
     assert [one.task for one in read_results(run / "results.json")] == ["low-shot"] * 2
+
+
+class Depth(FeatureTask):
+    """As a plugin would define it, with more layers than the package's tasks use."""
+
+    help = "how many layers the features are of"
+    layers = 6
+
+    def scores(self, train, test):
+        yield Score("layers", float(train.features.layers), headline=True, unit="")
+
+
+@pytest.mark.parametrize(("depth", "tasks"), [(8, ("knn", "depth", "linear")), (3, ("depth",))])
+def test_a_task_gets_the_layers_that_it_needs(colours, tmp_path, monkeypatch, depth, tasks):
+    monkeypatch.setitem(TASKS._entries, "depth", Depth)
+    save_encoder(create_encoder(Dimensions(24, depth, 2), 32, 8), tmp_path / "mine.safetensors")
+    found = evaluate([str(tmp_path / "mine.safetensors")], replace(QUICK, task=tasks, data=str(colours)), silent())
+    (scored,) = [one for one in found if one.task == "depth"]
+    assert value(scored, "depth/layers") == min(6, depth)
+    extracted = [*(tmp_path / "cache" / "features").iterdir()]
+    assert len(extracted) == 2, "training and test images, once for all tasks"
+    if "linear" in tasks:
+        assert value(found[2], "linear/last4/batch_norm/top1") == 100, "the last four of six"
 
 
 def test_the_help_lists_the_tasks_and_their_options(run, capsys):

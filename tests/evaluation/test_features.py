@@ -22,9 +22,8 @@ from stop_mim.data.stored import store_images
 from stop_mim.errors import InputError
 from stop_mim.evaluation import features as stored
 from stop_mim.evaluation.config import evaluate_config
-from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder, pooled_features
+from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
 from stop_mim.evaluation.subject import Subject
-from stop_mim.evaluation.tasks.linear import LinearOptions
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder
 from stop_mim.models.encoder_file import save_encoder
@@ -45,21 +44,11 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(stored, "CHUNK_IMAGES", 10)
 
 
-def test_pooled_features_are_the_encoders_own(encoder, monkeypatch):
-    encoder.train()
-    monkeypatch.setattr(stored, "IMAGES_AT_A_TIME", 3)
-    pixels = torch.randint(0, 255, (7, 3, 40, 40), dtype=torch.uint8)
-    features = pooled_features(encoder, pixels, layers=2)
-    assert encoder.training
-    images = normalise(resize_batch(pixels, (32, 32)), encoder.mean, encoder.std)
-    torch.testing.assert_close(features, encoder.eval().embed(images, 2).detach(), atol=1e-5, rtol=1e-5)
-
-
 def a_subject(encoder, ranks=ALONE, layers=2, progress=lambda done, total: None):
-    config = evaluate_config()(
-        linear=LinearOptions(layers=(layers,)), speed=SpeedConfig(workers=0, batch_size_per_device=7)
-    )
-    return Subject("toy", encoder, None, config, ranks, lambda name: progress)
+    config = evaluate_config()(speed=SpeedConfig(workers=0, batch_size_per_device=7))
+    subject = Subject("toy", encoder, None, config, ranks, lambda name: progress)
+    subject.need_layers(layers)
+    return subject
 
 
 def extract(encoder, source, images=None, **options):
@@ -100,7 +89,7 @@ def test_what_is_there_is_not_computed_again(encoder, colours, small_chunks):
 def test_several_processes_share_the_chunks(encoder, colours, small_chunks, monkeypatch):
     monkeypatch.setattr(stored, "wait_for_all", lambda ranks: None)
     source = open_source(str(colours))
-    with pytest.raises(FileNotFoundError, match=r"chunk-000000.safetensors"):
+    with pytest.raises(InputError, match=r"chunk-000000.safetensors"):
         extract(encoder, source, ranks=Ranks(1, 2, 2, CPU))  # the other one has not done its part yet
     folder = chunk_file(encoder, source, 0).parent
     chunks = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -227,5 +216,5 @@ def test_a_damaged_file_is_named(encoder, colours):
     extract(encoder, source)
     file = chunk_file(encoder, source, 0)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"chunk-000000.*delete the file"):
+    with pytest.raises(InputError, match=r"chunk-000000.*delete it"):
         extract(encoder, source)

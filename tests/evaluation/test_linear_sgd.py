@@ -26,9 +26,9 @@ from small_trainings import (
 )
 from torch import nn
 
+from stop_mim.data.augment import normalise
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
-from stop_mim.evaluation.features import pooled_features
 from stop_mim.evaluation.linear_heads import (
     LinearTraining,
     held_out_images,
@@ -43,6 +43,11 @@ from stop_mim.training.distributed import Ranks
 KINDS = ["last1", "last1/batch_norm", "last2", "last2/batch_norm"]
 
 
+def embed(encoder, pixels):
+    """Features of the last two layers."""
+    return encoder.embed(normalise(pixels, encoder.mean, encoder.std), 2).detach()
+
+
 def scores(encoder, sets, protocol=WHOLE, **options):
     return scores_of(make_task("linear-sgd", encoder, *sets, protocol, **{"batch_size": 32, **options}))
 
@@ -53,7 +58,7 @@ def training(encoder, train, protocol=WHOLE, batch_size=32, conditions=CONDITION
 
 @pytest.mark.parametrize("protocol", [replace(WHOLE, epochs=16, milestones=(8, 12)), NEWTON], ids=["SGD", "Newton"])
 def test_heads_are_about_as_good_as_logistic_regression(encoder, sets, protocol):
-    features = [pooled_features(encoder, data.source.pixels, 2).numpy() for data in sets]
+    features = [embed(encoder, data.source.pixels).numpy() for data in sets]
     reference = LogisticRegression(C=1e3, max_iter=5000).fit(features[0], sets[0].labels)
     expected = 100 * reference.score(features[1], sets[1].labels)
     assert 60 < expected < 97  # There is something to get wrong.
@@ -185,7 +190,7 @@ def inputs_of(head, features):
 def test_a_step_is_that_of_each_head_alone(encoder, sets):
     run = training(encoder, sets[0], replace(WHOLE, lrs=(0.5, 0.03)))
     pixels, labels = sets[0].source.pixels[:32], torch.from_numpy(sets[0].labels[:32])
-    features = pooled_features(encoder, pixels, 2).clone()
+    features = embed(encoder, pixels)
     before = [(linear.weight.detach().clone(), linear.bias.detach().clone()) for linear in run.heads.linears]
     run.heads.train()
     images = (pixels / 255 - torch.tensor(encoder.mean)[:, None, None]) / torch.tensor(encoder.std)[:, None, None]
@@ -218,7 +223,7 @@ def test_a_preconditioned_step_is_that_of_newton_in_the_features_of_the_head(enc
     run.optimiser.register_step_pre_hook(look)
     before = [linear.weight.detach().clone() for linear in run.heads.linears]
     run.train(tmp_path / "state")
-    features = pooled_features(encoder, run.used.source.pixels[run.used.indices], 2).clone()
+    features = embed(encoder, run.used.source.pixels[run.used.indices])
     labels = torch.from_numpy(run.used.classes)
     for number, head in enumerate(run.heads.heads):
         extended = nn.functional.pad(inputs_of(head, features).double(), (0, 1), value=1.0)

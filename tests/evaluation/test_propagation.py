@@ -65,8 +65,8 @@ def propagated(encoder, video, **changes):
 
 def segmented(video, out, foreground=False, overlays=False, progress=lambda done, total: None):
     """The scores of the task, which writes the masks."""
-    options = VideoOptions(masks=out, overlays=overlays, propagation=config())
-    settings = evaluate_config()(foreground=foreground, video=options)
+    options = VideoOptions(masks=out, overlays=overlays, foreground=foreground, propagation=config())
+    settings = evaluate_config()(video=options)
     subject = SimpleNamespace(encoder=MeanColour(), ranks=ALONE, place=None)
     task = VideoSegmentation("video", settings, subject, VideoData([video], "drawn"), progress)
     assert {score.metric: score.value for score in task.run()}["J&F"] == 100 * task.details["J&F"]
@@ -82,10 +82,9 @@ def mean_region(video, masks):
     return score_videos([video], lambda _: masks, foreground=True)["J_mean"]
 
 
-@pytest.mark.parametrize("variant", ["dino", "soft"])
-def test_a_moving_square_is_followed(variant):
+def test_a_moving_square_is_followed():
     video = DrawnVideo()
-    masks = propagated(MeanColour(), video, variant=variant)
+    masks = propagated(MeanColour(), video)
     assert len(masks) == 10
     assert torch.equal(masks[0], video.mask(0))
     assert mean_region(video, masks) > 0.97
@@ -93,20 +92,17 @@ def test_a_moving_square_is_followed(variant):
 
 
 @pytest.mark.parametrize(
-    ("variant", "frame", "patch", "short_side", "expected"),
+    ("frame", "patch", "short_side", "expected"),
     [
         # Frames of DAVIS: 854 pixels are floored to 13 * 64, and then to whole patches.
-        ("dino", (480, 854), (16, 16), 480, (480, 832)),
-        ("dino", (1152, 480), (8, 8), 480, (1152, 480)),
-        ("dino", (480, 910), (14, 14), 480, (476, 896)),
-        ("dino", (10, 15), (4, 4), 32, (32, 48)),
-        ("soft", (480, 854), (16, 16), 480, (480, 848)),
-        ("soft", (854, 480), (16, 8), 240, (432, 240)),
-        ("soft", (5, 500), (16, 16), 4, (16, 400)),
+        ((480, 854), (16, 16), 480, (480, 832)),
+        ((1152, 480), (8, 8), 480, (1152, 480)),
+        ((480, 910), (14, 14), 480, (476, 896)),
+        ((10, 15), (4, 4), 32, (32, 48)),
     ],
 )
-def test_frames_are_resized_to_whole_patches(variant, frame, patch, short_side, expected):
-    assert image_size(frame, patch, short_side, variant) == expected
+def test_frames_are_resized_to_whole_patches(frame, patch, short_side, expected):
+    assert image_size(frame, patch, short_side) == expected
 
 
 def random_frames(count, grid=(6, 9), dim=8, classes=3, seed=0):
@@ -130,28 +126,26 @@ def test_chunks_do_not_change_results(settings, cosines_at_a_time, monkeypatch):
     torch.testing.assert_close(propagate_labels(features, context, (6, 9), settings), whole, atol=1e-6, rtol=1e-5)
 
 
-def test_seeds_are_objects_at_the_centres_of_patches_or_parts_of_patches():
+def test_seeds_are_objects_at_the_centres_of_patches():
     mask = torch.zeros(8, 12, dtype=torch.uint8)
     mask[0:4, 0:3] = 1
     mask[7, 11] = 2
-    hard, soft = (seeds(mask, 3, (2, 3), name) for name in ("dino", "soft"))
-    assert hard.tolist() == [[0, 1, 0], *[[1, 0, 0]] * 5], "the pixel of the third object is no patch's centre"
-    torch.testing.assert_close(soft, torch.tensor([[0.25, 0.75, 0], *[[1, 0, 0]] * 4, [15 / 16, 0, 1 / 16]]))
+    expected = [[0, 1, 0], *[[1, 0, 0]] * 5]
+    assert seeds(mask, 3, (2, 3)).tolist() == expected, "the pixel of the third object is no patch's centre"
 
 
 def test_masks_are_decided_between_patches():
     """Half a patch more of one number moves the border by pixels, not by patches."""
     maps = torch.tensor([[1.0, 0.25, 0.0, 0.0], [0.0, 0.75, 1.0, 1.0]])[:, None]
-    mask = mask_of(maps, (8, 8), (8, 32), "soft")
+    mask = mask_of(maps, (8, 8), (8, 32))
     assert mask.dtype == torch.uint8
     # Centres at 4 and 12: between them 0.5 is reached after two thirds of the way.
     assert mask[0].tolist() == [0] * 9 + [1] * 23
     # Stretched to 0..1 a weak object takes what is nearest to its own maximum.
     weak = torch.tensor([[1.0, 0.9, 0.8, 0.8], [0.0, 0.1, 0.2, 0.2]])[:, None]
-    assert not mask_of(weak, (8, 8), (8, 32), "soft").any()
-    assert mask_of(weak, (8, 8), (4, 16), "dino")[0].tolist() == [0] * 6 + [1] * 10
+    assert mask_of(weak, (8, 8), (4, 16))[0].tolist() == [0] * 6 + [1] * 10
     # An object that is nowhere stays away.
-    assert not mask_of(torch.stack([torch.ones(2, 3), torch.zeros(2, 3)]), (4, 4), (8, 12), "dino").any()
+    assert not mask_of(torch.stack([torch.ones(2, 3), torch.zeros(2, 3)]), (4, 4), (8, 12)).any()
 
 
 def test_masks_are_saved_and_score_the_same(tmp_path):

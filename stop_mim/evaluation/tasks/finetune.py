@@ -83,7 +83,7 @@ class FinetuneOptions(Checked, group="finetune"):
         self.require("warmup_epochs", self.epochs is None or self.warmup_epochs <= self.epochs, remedy)
 
     def filled(self, width: int) -> Any:
-        """Return the options with published values, for an encoder of this width, where none are given."""
+        """Return the options, with published values for an encoder of this width in place of None."""
         values = next(values for widest, values in self.published.items() if width <= widest)
         return replace(self, **{k: v for k, v in values.items() if getattr(self, k) is None})
 
@@ -117,12 +117,11 @@ class Finetune(TrainingTask):
     Options = FinetuneOptions
     options: FinetuneOptions
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.options = self.options.filled(self.subject.encoder.dim)
+    def find_options(self) -> FinetuneOptions:
+        return super().find_options().filled(self.subject.encoder.dim)
 
     def check(self) -> None:
-        """Refuse encoders that cannot be trained, other sizes of images than the encoder's own, and unknown names."""
+        """Raise InputError for encoders that cannot be trained, other image sizes, and unknown RandAugments."""
         from stop_mim.models.encoder import Encoder
 
         super().check()

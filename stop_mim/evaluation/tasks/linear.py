@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from stop_mim.constraints import ABOVE_ZERO, Checked, Each
 from stop_mim.evaluation.task import TASKS, TOP, FeatureTask, options_of
@@ -35,6 +35,10 @@ class Linear(FeatureTask):
     help = "fast linear probe, L2-regularised logistic regression on cached features"
     Options: ClassVar[type | None] = LinearOptions
     options: LinearOptions
+
+    @property
+    def layers(self) -> int:
+        return max(self.options.layers)
 
     def scores(self, train: "LabelledFeatures", test: "LabelledFeatures") -> Iterator[Score]:
         """Yield the scores of a probe of each kind of features, then of the kind that does best on held-out images."""
@@ -81,6 +85,5 @@ class Clevr(Linear):
     labels = ("count", "distance")
     in_all = False
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.options = options_of(self.config, "linear")
+    def find_options(self) -> LinearOptions:
+        return options_of(self.config, "linear")

@@ -39,7 +39,7 @@ AMOUNT = Constraint("give fractions such as 1%, up to 100%, or images per class 
 
 @dataclass(frozen=True)
 class LowShotOptions(Checked, group="low_shot"):
-    """How few labels are used."""
+    """The amounts of labels."""
 
     amounts: Annotated[tuple[str, ...], Each(AMOUNT)] = ("1%", "10%")
     """Fractions of the training images (1%) or images per class (5)."""
@@ -57,7 +57,7 @@ class FewLabels(Task):
 
     @property
     def few(self) -> LowShotOptions:
-        """The options of low-shot, which say how few."""
+        """The options of low-shot."""
         return options_of(self.config, "low-shot")
 
     @cached_property
@@ -84,7 +84,7 @@ class FewLabels(Task):
         return {LIST: [np.sort(chosen)]}
 
     def check(self) -> None:
-        """Refuse amounts or a list that do not fit the data."""
+        """Raise InputError for amounts or a list that do not fit the data."""
         from stop_mim.evaluation.data import class_name
 
         super().check()

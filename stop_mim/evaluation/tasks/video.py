@@ -1,12 +1,15 @@
-"""Video object segmentation: DAVIS's J and F of propagated labels, or of masks that somebody else made."""
+"""Video object segmentation: DAVIS's J and F of propagated labels, or of masks of another method."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
-from stop_mim.evaluation.task import TASKS, Task
+from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.results import Score
 
 if TYPE_CHECKING:
@@ -16,26 +19,21 @@ if TYPE_CHECKING:
 # As in the paper's table.
 HEADLINES = ("J&F", "J_mean", "F_mean")
 
-Variant = Literal["dino", "soft"]
-
 
 @dataclass(frozen=True)
 class PropagationConfig(Checked, group="video.propagation"):
-    """How labels go from frame to frame; the defaults are those of the paper, which follows DINO."""
+    """Label propagation from frame to frame; the defaults are those of the paper, which follows DINO."""
 
-    variant: Variant = "dino"
-    """dino: seeds of one object per patch, and each object's map stretched to 0..1 before the largest is taken; soft: seeds
-    are fractions of patches, and maps are compared as they are."""
     short_side: Annotated[int, ABOVE_ZERO] = 480
     """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
     context_frames: Annotated[int, AT_LEAST_ZERO] = 7
-    """How many of the frames just before give labels, besides the first."""
+    """Number of previous frames to take labels from, besides the first frame."""
     temperature: Annotated[float, ABOVE_ZERO] = 0.1
     """A patch has the weight exp(cosine / temperature)."""
     window: Annotated[int, AT_LEAST_ZERO] = 12
-    """A patch looks at patches up to this many rows and columns away."""
+    """A patch takes labels from patches up to this many rows and columns away."""
     neighbours: Annotated[int, ABOVE_ZERO] = 5
-    """How many patches, of all in the window in all context frames, give their labels."""
+    """Number of nearest patches, in the window of all context frames, to take labels from."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,9 @@ class VideoOptions(Checked, group="video"):
     masks: Path | None = None
     """Folder for the predicted masks, in DAVIS's format; each encoder has its own folder in it, if there are several."""
     overlays: bool = False
-    """Draw the masks over some frames too, as a contact sheet for each sequence."""
+    """Also write a contact sheet of each sequence: some frames with their masks."""
+    foreground: Annotated[bool, tyro.conf.arg(aliases=["--foreground"])] = False
+    """Score all objects of a video as one, as DAVIS 2016 does."""
     propagation: PropagationConfig = field(default_factory=PropagationConfig)
 
     def __post_init__(self) -> None:
@@ -64,9 +64,13 @@ class VideoSegmentation(Task):
     needs = "videos"
     options: VideoOptions
 
+    @classmethod
+    def video_split(cls, config: EvaluateConfig) -> str:
+        return options_of(config, "video").split
+
     def settings(self) -> dict[str, Any]:
         propagation = {} if self.subject.encoder is None else asdict(self.options.propagation)
-        return {"name": "davis", "foreground": self.config.foreground, **propagation}
+        return {"name": "davis", "foreground": self.options.foreground, **propagation}
 
     def run(self) -> Iterator[Score]:
         """Yield means over all objects; the details have every sequence."""
@@ -78,7 +82,7 @@ class VideoSegmentation(Task):
     def _scores(self) -> dict[str, Any]:
         from stop_mim.evaluation.segmentation import score_masks, score_videos
 
-        videos, foreground = self.data.videos, self.config.foreground
+        videos, foreground = self.data.videos, self.options.foreground
         if self.subject.encoder is None:
             return score_masks(videos, self.subject.folder, foreground, self.progress)
         # Objects are propagated one by one, also if they are scored as one: saved masks then score the same.
