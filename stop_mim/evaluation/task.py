@@ -96,8 +96,8 @@ class FeatureTask(Task):
 
     @property
     def layers(self) -> int:
-        """Number of last layers that `scores` needs; the default is that of `linear`, so that tasks share cached features."""
-        return 4
+        """Number of last layers that `scores` needs; features are extracted once for all tasks of a command."""
+        return 1
 
     def run(self) -> Iterator[Score]:
         train, test = (
