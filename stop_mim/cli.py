@@ -26,9 +26,11 @@ from rich.markup import escape
 from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 import stop_mim
+from stop_mim.analysis import FIGURES
 from stop_mim.benchmark.config import BenchConfig, PlanConfig
 from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
 from stop_mim.evaluation.config import check_arguments, evaluate_config
+from stop_mim.exchange import EXPORTERS
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
 from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
@@ -45,10 +47,6 @@ if TYPE_CHECKING:
 
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
-# Export formats and figures of the package; plugins add theirs when they are loaded.
-EXPORTERS, DRAWN = "stop_mim.exchange.formats:EXPORTERS", "stop_mim.analysis.figures:FIGURES"
-FORMATS = ("timm", "hf", "onnx", "export")
-FIGURES = ("1", "3", "4", "5", "6", "covariance", "theory", "loss", "positions")
 
 COMMANDS: Registry[Any] = Registry("command")
 CONFIG_FILES = (".json", ".yaml", ".yml")
@@ -98,12 +96,6 @@ def _asked_compat() -> Compat:
 def _sweeps() -> Any:
     """Return a subcommand for each sweep."""
     return one_of({name: (SweepOptions(name, SweepConfig()), SWEEPS.summary(name)) for name in SWEEPS})
-
-
-def _registered(registry: str, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names in a registry, `usual` where its module, which needs torch, has not been imported."""
-    module, _, name = registry.partition(":")
-    return tuple(getattr(sys.modules.get(module), name, usual))
 
 
 @COMMANDS.register("demo")
@@ -287,12 +279,11 @@ class Figure:
     """Accuracy that figures 1, 3 and 4 show, such as distance/linear/top1; default: the closest to the paper's protocol."""
 
     def __call__(self) -> None:
-        known = _registered(DRAWN, FIGURES)
         if not self.names:
-            raise InputError(f"figure needs the name of a figure first: choose one of {', '.join(known)}, or all.")
+            raise InputError(f"figure needs the name of a figure first: choose one of {', '.join(FIGURES)}, or all.")
         for name in self.names:
-            if name not in (*known, "all"):
-                raise unknown_name("figure", name, known)
+            if name not in (*FIGURES, "all"):
+                raise unknown_name("figure", name, FIGURES)
         _require_paths("run", *map(str, self.runs))
         from stop_mim.analysis.figures import draw_figures
 
@@ -326,7 +317,7 @@ class Export:
 
     encoder: Annotated[Positional[str], arg(metavar="ENCODER")]
     """Run directory, encoder file, or any other name of an encoder."""
-    to: Annotated[str, arg(constructor_factory=lambda: Literal[_registered(EXPORTERS, FORMATS)])]
+    to: Annotated[str, arg(constructor_factory=lambda: Literal[tuple(EXPORTERS)])]
     """timm: safetensors for timm; hf: an IJepaModel for transformers; onnx: ONNX; export: a torch.export program."""
     out: Path
     """Directory to write; it must be new or empty."""
@@ -528,8 +519,6 @@ def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
     text = inspect.cleandoc(COMMANDS[name].__doc__)
     settings: dict[str, Any] = {"description": text if name == given[0] else text.splitlines()[0]}
     if name == given[0] == "figure" and {*HELP} & {*given}:
-        from stop_mim.analysis.figures import FIGURES
-
         lines = (f"  - {figure}: {FIGURES.summary(figure)}" for figure in FIGURES)
         settings["description"] += "\n\n" + "\n".join(lines)
     if name == given[0] == "resume" and len(given) > 1 and given[1] not in HELP:

@@ -1,7 +1,7 @@
-"""Figures, one registered function each: the paper's by their numbers, drawn from run directories alone.
+"""Figures, one function each: the paper's by their numbers, drawn from run directories alone.
 
-A figure is a function `(runs, score) -> Figure` under `@FIGURES.register(name)`; its docstring's first line is its help.
-Runs that do not suffice are an InputError that says what is missing. `score` is the score to show, None for the default.
+A figure is a function `(runs, score) -> Figure` in the registry `FIGURES`; its docstring's first line is its help. It
+raises InputError, which says what is missing, if the runs do not suffice. `score` is the score to show; None: the default.
 """
 
 import math
@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from torch import Tensor
 
-from stop_mim.analysis import theory
+from stop_mim.analysis import FIGURES, theory
 from stop_mim.analysis.noise import identified, noise_spectrum, sampled_places, similarity_maps
 from stop_mim.analysis.predictions import (
     central_target,
@@ -47,12 +47,10 @@ from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Grid, StochasticPositions
-from stop_mim.registry import Registry
 from stop_mim.seeds import seeded_generator
 from stop_mim.sweeps.summary import Spread
 from stop_mim.training.config import PositionsConfig
 
-FIGURES: Registry[Callable[[Sequence[Path], str | None], Figure]] = Registry("figure")
 # Number of runs side by side; of more, evenly spaced ones are shown.
 MOST_SIDE_BY_SIDE = 3
 QUERY_DRAWS = 256
@@ -121,7 +119,6 @@ def draw_figures(
     return written
 
 
-@FIGURES.register("1")
 def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """The idea: an image with masked patches, their fixed positions, samples of their stochastic positions, and the gain.
 
@@ -209,7 +206,6 @@ def _scores_to_compare(
     return (key, spreads) if len(spreads) == 2 else None
 
 
-@FIGURES.register("3")
 def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Accuracy with a learned covariance (tied) and a fixed one (identity), against sigma and against the noise they make.
 
@@ -239,7 +235,6 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     return figure
 
 
-@FIGURES.register("4")
 def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Norms of A and m̃, and accuracy, against sigma."""
     records = [run for run in _records(runs) if run.noise.form in ("tied", "none")]
@@ -264,7 +259,6 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
-@FIGURES.register("5")
 def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Cosines of a position to all fixed ones: without noise, of one sample, and averaged over many."""
     noisy = _side_by_side(runs)
@@ -295,7 +289,6 @@ def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
-@FIGURES.register("6")
 def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """For a masked patch of each image, how similar its prediction is to the features of all patches."""
     chosen = _side_by_side(runs, noise=False)
@@ -340,7 +333,6 @@ def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], panels:
     figure.colorbar(picture, ax=panels, label=label, shrink=0.8, aspect=30)
 
 
-@FIGURES.register("covariance")
 def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """The spectrum of Σ, the frequencies of its noise, and the noise over training."""
     noisy = _side_by_side(runs)
@@ -375,7 +367,6 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
-@FIGURES.register("theory")
 def theory_figure(runs: Sequence[Path] = (), score: str | None = None) -> Figure:
     """Both propositions of the paper by simulation; needs no runs."""
     figure = Figure(figsize=(WIDE, 5.4), layout="constrained")
@@ -436,7 +427,6 @@ def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
     axes.legend(title=f"mean ± s.d., {seeds} seeds", title_fontsize=8)
 
 
-@FIGURES.register("loss")
 def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Loss, learning rate and effective rank of the target features (RankMe) over training."""
     groups = group_seeds(_records(runs))
@@ -460,7 +450,6 @@ def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
-@FIGURES.register("positions")
 def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """What StoP does: masked patches with fixed and with sampled positions, and what models predict of one of them.
 
