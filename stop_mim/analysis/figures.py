@@ -49,6 +49,7 @@ from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Grid, StochasticPositions
 from stop_mim.seeds import seeded_generator
 from stop_mim.sweeps.summary import Spread
+from stop_mim.training.callbacks.health import SIGNS
 from stop_mim.training.config import PositionsConfig
 
 # Number of runs side by side; of more, evenly spaced ones are shown.
@@ -227,7 +228,7 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     draw_against_sigma(at_sigma, scores, bands=False)
     set_sigma_axis(at_sigma, records)
     at_sigma.set(title="equal σ", ylabel=score_label(key))
-    power = spreads_by_sigma(records, lambda run: run.newest("health/noise_to_signal"))
+    power = spreads_by_sigma(records, lambda run: run.newest(SIGNS["noise_to_signal"].key))
     draw_against_sigma(at_power, scores, bands=False, places=power)
     at_power.set(title="equal power", xscale="log", xlabel="noise-to-signal ratio ‖ψ̂ − ψ‖ / ‖ψ‖ after training")
     add_letters(figure)
@@ -245,8 +246,8 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     check_comparable(records, forms=["tied"])
     key = common_score(records, score)
     panels: list[tuple[str, Callable[[RunRecords], float]]] = [
-        (r"$\|A\|$ (Frobenius norm)", lambda run: run.newest("health/A_norm")),
-        (r"$\|\tilde{m}\|$ (mask token)", lambda run: run.newest("health/mask_token_norm")),
+        (f"{SIGNS['A_norm'].label} (Frobenius norm)", lambda run: run.newest(SIGNS["A_norm"].key)),
+        (f"{SIGNS['mask_token_norm'].label} (mask token)", lambda run: run.newest(SIGNS["mask_token_norm"].key)),
         (score_label(key), lambda run: run.scores()[key]),
     ]
     figure = Figure(figsize=(WIDE, 2.6), layout="constrained")
@@ -338,6 +339,7 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     noisy = _side_by_side(runs)
     figure = Figure(figsize=(WIDE, 2.6 + 0.16 * len(noisy)), layout="constrained")
     spectra, waves, history = figure.subplots(1, 3)
+    noise = SIGNS["noise_to_signal"]
     for run, colour, marker in zip(noisy, SERIES, MARKERS, strict=False):
         positions = run.objective.positions
         assert isinstance(positions, StochasticPositions)
@@ -350,8 +352,8 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
             for values, dashes in zip(spectrum.by_frequency, ("-", "--"), strict=True):
                 x, y = spectrum.frequencies.tolist(), values.tolist()
                 waves.plot(x, y, color=colour, linestyle=dashes, marker=marker, markersize=2.5, linewidth=1.2)
-        past = [line for line in run.metrics if "health/noise_to_signal" in line]
-        history.plot([line["step"] for line in past], [line["health/noise_to_signal"] for line in past], color=colour)
+        past = [line for line in run.metrics if noise.key in line]
+        history.plot([line["step"] for line in past], [line[noise.key] for line in past], color=colour)
     spectra.set(xlabel="direction, by variance", ylabel="variance (eigenvalue of Σ)", yscale="log")
     waves.set(xlabel="frequency (radians / patch)", ylabel="variance of a feature\ncolumns –, rows - -")
     waves.set(xscale="log", yscale="log")
@@ -360,7 +362,7 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     waves.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5)))
     waves.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     waves.yaxis.set_minor_formatter(NullFormatter())
-    history.set(xlabel="training step", ylabel=r"noise to signal, $\|An\|\,/\,\|\psi\|$")
+    history.set(xlabel="training step", ylabel=f"{noise.label.lower()}\n{noise.meaning}")
     history.set_ylim(bottom=0)
     add_letters(figure)
     add_legend_below(figure, spectra, 1)
@@ -431,7 +433,8 @@ def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Loss, learning rate and effective rank of the target features (RankMe) over training."""
     groups = group_seeds(_records(runs))
     figure = Figure(figsize=(WIDE, 2.4 + 0.16 * math.ceil(len(groups) / 4) * (len(groups) > 1)), layout="constrained")
-    measured = {"loss": "loss", "lr": "learning rate", "health/rankme": "RankMe (effective rank)"}
+    rank = SIGNS["rankme"]
+    measured = {"loss": "loss", "lr": "learning rate", rank.key: f"{rank.label} (effective rank)"}
     for axes, (name, label) in zip(figure.subplots(1, 3), measured.items(), strict=True):
         for number, group in enumerate(groups):
             for run in group.runs:
@@ -636,7 +639,7 @@ def score_label(score: ScoreKey) -> str:
     folder = path.parent.name or path.stem
     data = kind if kind == "scenes" else folder if path.suffix == ".parquet" else path.name
     what = "score" if score.rank is None else "top-1 accuracy (%)"
-    words = ", ".join(filter(None, [score.name.removesuffix("/top1").replace("/", ", "), data]))
+    words = ", ".join(filter(None, [score.title, data]))
     return "\n".join([what, *textwrap.wrap(words, LABEL_CHARACTERS)])
 
 
