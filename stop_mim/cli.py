@@ -466,22 +466,29 @@ def _submit(given: Sequence[str], command: Any, launch: LaunchConfig) -> None:
     _print(f"Submitted job {job}. {'The log' if len(files) == 1 else 'The log of the first process'}: {files[0]}")
 
 
+@dataclass(frozen=True)
+class ConfigFile:
+    """The option that replaces the name of a recipe."""
+
+    config: Annotated[str | None, arg(metavar="a file such as RUN/config.json")] = None
+
+
 def _config_first(given: list[str]) -> list[str]:
     """Return the arguments with the file of --config in the place of the recipe's name."""
-    place = next((place for place, one in enumerate(given) if one.partition("=")[0] == "--config"), 0)
-    if not place or given[0] not in ("pretrain", "bench", "plan"):
+    if NAMED.get(given[0] if given else "") is not RECIPES:
         return given
-    if place > 1 and not given[1].startswith("-"):
+    named, others = parse(ConfigFile, given[1:], add_help=False)
+    if named.config is None:
+        return given
+    if others and not others[0].startswith("-"):
         raise InputError(
-            f"'{given[1]}' and --config are both given: leave one out; a line 'recipe: {given[1]}' in the file names it."
+            f"'{others[0]}' and --config are both given: leave one out; a line 'recipe: {others[0]}' in the file names it."
         )
-    option, *after = given[place:]
-    file = option.partition("=")[2]
-    if option == "--config":
-        file, *after = after or [""]
-    if not _is_config_file(file):
-        raise InputError(f"--config is '{file}': give a file such as RUN/config.json, or one that ends in .yaml.")
-    return [given[0], file, *given[1:place], *after]
+    if not _is_config_file(named.config):
+        raise InputError(
+            f"--config is '{named.config}': give a file such as RUN/config.json, or one that ends in .yaml."
+        )
+    return [given[0], named.config, *others]
 
 
 def _check_name(command: str, name: str = "") -> None:

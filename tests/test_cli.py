@@ -134,7 +134,7 @@ for line in {lines}:
         (["pretrain", "demo", "--data", "no/such/folder"], "no/such/folder"),
         (["pretrain", "stop-tiny-imagenet"], "data is not given"),
         (["pretrain", "--config", "stop-vitb16"], "--config is 'stop-vitb16'"),
-        (["pretrain", "--config"], "--config is ''"),
+        (["pretrain", "--config"], "--config has no value: give a file such as RUN/config.json."),
         (["pretrain", "stop-photos", "--config", "missing.yaml"], "'stop-photos' and --config are both given"),
         (["pretrain", "--config", "missing.yaml"], "missing.yaml: No such file"),
         (["pretrain", "demo", "--data", "scenes:count=8,size=32"], "optim.batch_size is 16"),
