@@ -59,6 +59,7 @@ N_IMAGES = 4
 # Widths of panels in inches.
 PANEL, MAP = 2.1, 1.5
 POSITION_DRAWS = 200
+IDENTIFIED_DRAWS = 64
 FEW_POINTS = 30
 LINES = ("-", "--", ":")
 CONTEXT_LABELS = {True: "context matters", False: "context irrelevant"}
@@ -343,7 +344,7 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     for run, colour, marker in zip(noisy, SERIES, MARKERS, strict=False):
         positions = run.objective.positions
         assert isinstance(positions, StochasticPositions)
-        spectrum, found = noise_spectrum(positions), identified(positions, _generator(run))
+        spectrum, found = noise_spectrum(positions), identified(positions, _generator(run), IDENTIFIED_DRAWS)
         rank = f"effective rank {spectrum.effective_rank:.1f} of {len(spectrum.eigenvalues)}"
         label = f"{_label(run)}: {rank}; best decoder finds the patch in {100 * found:.0f}%"
         order = range(1, len(spectrum.eigenvalues) + 1)
@@ -414,12 +415,13 @@ def _draw_zero_gradients(axes: Axes) -> None:
     axes.legend(loc="lower left", ncols=2, columnspacing=1.0)
 
 
-def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
+def _draw_toy_norms(axes: Axes) -> None:
+    seeds = 3
     cases: list[tuple[theory.Tying, bool, str]]
     cases = [("tied", True, BLUE), ("untied", True, VERMILION), ("tied", False, SKY)]
     for tying, informative, colour in cases:
         task = theory.ToyTask(informative=informative)
-        histories = [theory.train_toy(task, tying, seed=seed) for seed in range(seeds)]
+        histories = [theory.train_toy(task, tying, steps=600, seed=seed) for seed in range(seeds)]
         steps, norms = list(histories[0]), torch.tensor([list(history.values()) for history in histories])
         mean, std = norms.mean(0).numpy(), norms.std(0).numpy()
         axes.plot(steps, mean, color=colour, label=f"{tying}, {CONTEXT_LABELS[informative]}")
