@@ -88,7 +88,7 @@ def _is_config_file(name: str) -> bool:
 
 
 def _asked_compat() -> Compat:
-    """Return the value of --compat; what is not a value of it is refused when tyro reads the option."""
+    """Return the value of --compat; tyro rejects an invalid one later."""
     asked = given_options(GIVEN.get()).get("compat")
     return next((compat for compat in get_args(Compat) if compat == asked), "corrected")
 
@@ -171,9 +171,9 @@ class Resume:
     checkpoint: Path | None = None
     """Checkpoint to continue from, instead of the newest one."""
     or_older: bool = False
-    """Where the newest checkpoint is damaged, continue from the newest good one; for unattended restarts."""
+    """Continue from the newest intact checkpoint if the newest one is damaged; for unattended restarts."""
     data: str | None = None
-    """Where the run's data are now, if they have moved; a copy is as good."""
+    """New location of the run's data, if they have moved; an exact copy works too."""
     stop_after_steps: int | None = None
     """Stop and save after this step of the whole run."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -249,15 +249,14 @@ class Sweep:
     def _axes(self, base: Any) -> dict[str, list[Any]]:
         """Return the fields of --vary with their values, each of the field's type."""
         axes: dict[str, list[Any]] = {}
-        for path, *texts in ((name.replace("-", "_"), *values) for name, *values in self.run.vary):
+        for given_path, *texts in self.run.vary:
+            path, flag = given_path.replace("-", "_"), given_path.replace("_", "-")
             if len(set(texts)) < max(2, len(texts)):
                 raise InputError(f"--vary {path} {' '.join(texts)}: give at least two values, each once.")
-            flag = path.replace("_", "-")
+            group, dot, name = flag.rpartition(".")
+            switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]}
             for text in texts:
-                named = text.lower() in ("true", "false")
-                group, dot, name = flag.rpartition(".")
-                switch = [f"--{group}{dot}{'no-' if text.lower() == 'false' else ''}{name}"]
-                given = switch if named else [f"--{flag}", *text.split(",")]
+                given = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
                 config, unknown = parse(TrainConfig, given, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
                 axes.setdefault(path, []).append(operator.attrgetter(path)(config))
@@ -301,7 +300,7 @@ class Report:
     out: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")
     """File to write."""
     images: tuple[Path, ...] = ()
-    """At most sixteen images to show the encoders' features of; default: some of the first run's data."""
+    """At most 16 images on which to show the encoders' features; default: images of the first run's data."""
 
     def __call__(self) -> None:
         _require_paths("run", *map(str, self.runs))
@@ -492,7 +491,7 @@ def _config_first(given: list[str]) -> list[str]:
 
 
 def _check_name(command: str, name: str = "") -> None:
-    """Raise InputError unless a command that needs the name of a recipe or sweep is followed by one, or by --help."""
+    """Raise InputError if a command that needs the name of a recipe or sweep is not followed by one, or by --help."""
     if command not in NAMED or name in HELP or (command != "sweep" and _is_config_file(name)):
         return
     registry = NAMED[command]
@@ -522,7 +521,7 @@ def _require_datasets(*names: str | None) -> None:
 
 
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
-    """Return the help of a command, and its defaults where these depend on the arguments."""
+    """Return the help of a command, and its default if that depends on the arguments."""
     text = inspect.cleandoc(COMMANDS[name].__doc__)
     settings: dict[str, Any] = {"description": text if name == given[0] else text.splitlines()[0]}
     if name == given[0] == "figure" and {*HELP} & {*given}:

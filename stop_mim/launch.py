@@ -104,7 +104,7 @@ def submit(arguments: Sequence[str], config: LaunchConfig, logs: Path, run: Path
     `run` is the run that the command trains: once it has begun, a requeued job resumes it.
     """
     executor = make_executor(config, logs, f"stop-mim {arguments[0]}")
-    # The last value of an option counts: in the job, the command runs where it is.
+    # Of an option that is given twice, the last value counts: the job runs the command itself.
     job = executor.submit(Command(PROGRAM, [*arguments, "--launch", "local"], run))
     return job.job_id, [task.paths.stdout for task in [job.task(number) for number in range(job.num_tasks)]]
 
@@ -122,7 +122,7 @@ class Command:
         arguments = ["resume", str(self.run), "--or-older"] if begun else self.arguments
         self._process = subprocess.Popen([*self.program, *arguments], env={**os.environ, **rank_environment()})
         code = self._wait()
-        # One that was asked to stop has saved.
+        # A process that was stopped by a signal has saved.
         if 0 < code < EXIT_OF_SIGNALS:
             raise RuntimeError(f"stop-mim {arguments[0]} ended with exit code {code}: its last lines say why.")
 

@@ -175,7 +175,7 @@ def status_text(run: RunRecords) -> str:
 
 
 def health_warnings(run: RunRecords) -> Iterator[str]:
-    """Yield the warnings of the health signs in a run's metrics, as they were given while it trained."""
+    """Yield the warnings that a run's health signs gave during training, each with its step."""
     symptoms = Symptoms()
     for line in run.metrics:
         try:

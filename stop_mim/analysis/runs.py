@@ -54,7 +54,7 @@ class ScoreKey:
     name: str
     """As `figure --score` takes it, such as low-shot/1%/top1."""
     title: str
-    """For people, such as low-shot, 1%: top-1 accuracies are not named as such."""
+    """Label in figures, such as "low-shot, 1%"; without the metric for top-1 accuracies."""
     data: str = ""
     measurement: tuple[str, ...] = ()
     rank: int | None = len(PREFERRED_TASKS) + 2

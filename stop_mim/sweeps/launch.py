@@ -48,7 +48,7 @@ def run_job(
     rank = environment.get("RANK", "0")
     log = logs / f"{job.variant}-seed-{job.seed}{f'.rank{rank}' if rank != '0' else ''}.txt"
     if rank == "0" and not (job.folder / "config.json").exists():
-        # What a process left that was killed before its first step.
+        # Files of a process that was killed before its first step.
         shutil.rmtree(job.folder, ignore_errors=True)
     before = _status(job.folder)
     for arguments in (job.training, job.evaluation):
