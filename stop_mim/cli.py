@@ -26,9 +26,11 @@ from rich.markup import escape
 from tyro.conf import Positional, Suppress, UseAppendAction, arg, subcommand
 
 from stop_mim import __version__
+from stop_mim.analysis import FIGURES
 from stop_mim.benchmark.config import BenchConfig, PlanConfig
 from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
 from stop_mim.evaluation.config import check_arguments, evaluate_config
+from stop_mim.exchange import EXPORTERS
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
 from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
@@ -45,10 +47,6 @@ if TYPE_CHECKING:
 
 EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNALS = 1, 2, 128
 HELP = ("-h", "--help")
-# Export formats and figures of the package; plugins add theirs when they are loaded.
-EXPORTERS, DRAWN = "stop_mim.exchange.formats:EXPORTERS", "stop_mim.analysis.figures:FIGURES"
-FORMATS = ("timm", "hf", "onnx", "export")
-FIGURES = ("1", "3", "4", "5", "6", "covariance", "theory", "loss", "positions")
 
 COMMANDS: Registry[Any] = Registry("command")
 CONFIG_FILES = (".json", ".yaml", ".yml")
@@ -90,7 +88,7 @@ def _is_config_file(name: str) -> bool:
 
 
 def _asked_compat() -> Compat:
-    """Return the value of --compat; what is not a value of it is refused when tyro reads the option."""
+    """Return the value of --compat; tyro rejects an invalid one later."""
     asked = given_options(GIVEN.get()).get("compat")
     return next((compat for compat in get_args(Compat) if compat == asked), "corrected")
 
@@ -98,12 +96,6 @@ def _asked_compat() -> Compat:
 def _sweeps() -> Any:
     """Return a subcommand for each sweep."""
     return one_of({name: (SweepOptions(name, SweepConfig()), SWEEPS.summary(name)) for name in SWEEPS})
-
-
-def _registered(registry: str, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names in a registry, `usual` where its module, which needs torch, has not been imported."""
-    module, _, name = registry.partition(":")
-    return tuple(getattr(sys.modules.get(module), name, usual))
 
 
 @COMMANDS.register("demo")
@@ -179,9 +171,9 @@ class Resume:
     checkpoint: Path | None = None
     """Checkpoint to continue from, instead of the newest one."""
     or_older: bool = False
-    """Where the newest checkpoint is damaged, continue from the newest good one; for unattended restarts."""
+    """Continue from the newest intact checkpoint if the newest one is damaged; for unattended restarts."""
     data: str | None = None
-    """Where the run's data are now, if they have moved; a copy is as good."""
+    """New location of the run's data, if they have moved; an exact copy works too."""
     stop_after_steps: int | None = None
     """Stop and save after this step of the whole run."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -257,15 +249,14 @@ class Sweep:
     def _axes(self, base: Any) -> dict[str, list[Any]]:
         """Return the fields of --vary with their values, each of the field's type."""
         axes: dict[str, list[Any]] = {}
-        for path, *texts in ((name.replace("-", "_"), *values) for name, *values in self.run.vary):
+        for given_path, *texts in self.run.vary:
+            path, flag = given_path.replace("-", "_"), given_path.replace("_", "-")
             if len(set(texts)) < max(2, len(texts)):
                 raise InputError(f"--vary {path} {' '.join(texts)}: give at least two values, each once.")
-            flag = path.replace("_", "-")
+            group, dot, name = flag.rpartition(".")
+            switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]}
             for text in texts:
-                named = text.lower() in ("true", "false")
-                group, dot, name = flag.rpartition(".")
-                switch = [f"--{group}{dot}{'no-' if text.lower() == 'false' else ''}{name}"]
-                given = switch if named else [f"--{flag}", *text.split(",")]
+                given = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
                 config, unknown = parse(TrainConfig, given, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
                 axes.setdefault(path, []).append(operator.attrgetter(path)(config))
@@ -287,12 +278,11 @@ class Figure:
     """Accuracy that figures 1, 3 and 4 show, such as distance/linear/top1; default: the closest to the paper's protocol."""
 
     def __call__(self) -> None:
-        known = _registered(DRAWN, FIGURES)
         if not self.names:
-            raise InputError(f"figure needs the name of a figure first: choose one of {', '.join(known)}, or all.")
+            raise InputError(f"figure needs the name of a figure first: choose one of {', '.join(FIGURES)}, or all.")
         for name in self.names:
-            if name not in (*known, "all"):
-                raise unknown_name("figure", name, known)
+            if name not in (*FIGURES, "all"):
+                raise unknown_name("figure", name, FIGURES)
         _require_paths("run", *map(str, self.runs))
         from stop_mim.analysis.figures import draw_figures
 
@@ -310,7 +300,7 @@ class Report:
     out: Annotated[Path, arg(aliases=["-o"])] = Path("report.html")
     """File to write."""
     images: tuple[Path, ...] = ()
-    """At most sixteen images to show the encoders' features of; default: some of the first run's data."""
+    """At most 16 images on which to show the encoders' features; default: images of the first run's data."""
 
     def __call__(self) -> None:
         _require_paths("run", *map(str, self.runs))
@@ -326,7 +316,7 @@ class Export:
 
     encoder: Annotated[Positional[str], arg(metavar="ENCODER")]
     """Run directory, encoder file, or any other name of an encoder."""
-    to: Annotated[str, arg(constructor_factory=lambda: Literal[_registered(EXPORTERS, FORMATS)])]
+    to: Annotated[str, arg(constructor_factory=lambda: Literal[tuple(EXPORTERS)])]
     """timm: safetensors for timm; hf: an IJepaModel for transformers; onnx: ONNX; export: a torch.export program."""
     out: Path
     """Directory to write; it must be new or empty."""
@@ -475,26 +465,33 @@ def _submit(given: Sequence[str], command: Any, launch: LaunchConfig) -> None:
     _print(f"Submitted job {job}. {'The log' if len(files) == 1 else 'The log of the first process'}: {files[0]}")
 
 
+@dataclass(frozen=True)
+class ConfigFile:
+    """The option that replaces the name of a recipe."""
+
+    config: Annotated[str | None, arg(metavar="a file such as RUN/config.json")] = None
+
+
 def _config_first(given: list[str]) -> list[str]:
     """Return the arguments with the file of --config in the place of the recipe's name."""
-    place = next((place for place, one in enumerate(given) if one.partition("=")[0] == "--config"), 0)
-    if not place or given[0] not in ("pretrain", "bench", "plan"):
+    if NAMED.get(given[0] if given else "") is not RECIPES:
         return given
-    if place > 1 and not given[1].startswith("-"):
+    named, others = parse(ConfigFile, given[1:], add_help=False)
+    if named.config is None:
+        return given
+    if others and not others[0].startswith("-"):
         raise InputError(
-            f"'{given[1]}' and --config are both given: leave one out; a line 'recipe: {given[1]}' in the file names it."
+            f"'{others[0]}' and --config are both given: leave one out; a line 'recipe: {others[0]}' in the file names it."
         )
-    option, *after = given[place:]
-    file = option.partition("=")[2]
-    if option == "--config":
-        file, *after = after or [""]
-    if not _is_config_file(file):
-        raise InputError(f"--config is '{file}': give a file such as RUN/config.json, or one that ends in .yaml.")
-    return [given[0], file, *given[1:place], *after]
+    if not _is_config_file(named.config):
+        raise InputError(
+            f"--config is '{named.config}': give a file such as RUN/config.json, or one that ends in .yaml."
+        )
+    return [given[0], named.config, *others]
 
 
 def _check_name(command: str, name: str = "") -> None:
-    """Raise InputError unless a command that needs the name of a recipe or sweep is followed by one, or by --help."""
+    """Raise InputError if a command that needs the name of a recipe or sweep is not followed by one, or by --help."""
     if command not in NAMED or name in HELP or (command != "sweep" and _is_config_file(name)):
         return
     registry = NAMED[command]
@@ -524,12 +521,10 @@ def _require_datasets(*names: str | None) -> None:
 
 
 def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
-    """Return the help of a command, and its defaults where these depend on the arguments."""
+    """Return the help of a command, and its default if that depends on the arguments."""
     text = inspect.cleandoc(COMMANDS[name].__doc__)
     settings: dict[str, Any] = {"description": text if name == given[0] else text.splitlines()[0]}
     if name == given[0] == "figure" and {*HELP} & {*given}:
-        from stop_mim.analysis.figures import FIGURES
-
         lines = (f"  - {figure}: {FIGURES.summary(figure)}" for figure in FIGURES)
         settings["description"] += "\n\n" + "\n".join(lines)
     if name == given[0] == "resume" and len(given) > 1 and given[1] not in HELP:

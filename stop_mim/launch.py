@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -104,18 +104,9 @@ def submit(arguments: Sequence[str], config: LaunchConfig, logs: Path, run: Path
     `run` is the run that the command trains: once it has begun, a requeued job resumes it.
     """
     executor = make_executor(config, logs, f"stop-mim {arguments[0]}")
-    job = executor.submit(Command(PROGRAM, list(without_launch(arguments)), run))
+    # Of an option that is given twice, the last value counts: the job runs the command itself.
+    job = executor.submit(Command(PROGRAM, [*arguments, "--launch", "local"], run))
     return job.job_id, [task.paths.stdout for task in [job.task(number) for number in range(job.num_tasks)]]
-
-
-def without_launch(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments of a command without its launch options and their values."""
-    leaves_out = False
-    for argument in arguments:
-        if argument.startswith("--"):
-            leaves_out = argument.partition("=")[0].partition(".")[0] in ("--launch", "--job")
-        if not leaves_out:
-            yield argument
 
 
 class Command:
@@ -131,7 +122,7 @@ class Command:
         arguments = ["resume", str(self.run), "--or-older"] if begun else self.arguments
         self._process = subprocess.Popen([*self.program, *arguments], env={**os.environ, **rank_environment()})
         code = self._wait()
-        # One that was asked to stop has saved.
+        # A process that was stopped by a signal has saved.
         if 0 < code < EXIT_OF_SIGNALS:
             raise RuntimeError(f"stop-mim {arguments[0]} ended with exit code {code}: its last lines say why.")
 

@@ -8,10 +8,10 @@ import functools
 import inspect
 import itertools
 import operator
-import re
 import textwrap
+import types
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, subcommand
@@ -26,7 +26,7 @@ except ImportError:
 
 # Fields of commands whose own fields are options without a prefix.
 UNPREFIXED = ("run", "config", "plan")
-NUMBERS = {"INT": "whole number", "FLOAT": "number"}
+NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
 
 
 def one_of(options: dict[str, tuple[Any, str]]) -> Any:
@@ -102,20 +102,21 @@ def _refuse(given: Sequence[str], event: Any) -> None:
     if isinstance(event, tyro_errors.InstantiationFailure | tyro_errors.BadValue):
         values = given_options(given).get(flag.lstrip("-").replace("-", "_"))
         what = f"is '{values}'" if values else "has no value"
-        raise InputError(f"{flag} {what}: give {_needs(shown.lowered.metavar)}.")
+        raise InputError(f"{flag} {what}: give {_needs(shown.field.type_stripped, shown.lowered.metavar)}.")
 
 
 def _either(choices: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
 
 
-def _needs(metavar: str) -> str:
-    """Return what an option takes in words: '[INT [INT ...]]' is one or more whole numbers."""
-    kinds = re.findall(r"[A-Z]{2,}", metavar)
-    if not kinds or {*kinds} - {*NUMBERS} or len({*kinds}) > 1:
+def _needs(kind: Any, metavar: str) -> str:
+    """Return what an option of that type takes: numbers in words, such as one or more whole numbers; else the metavar."""
+    parts = get_args(kind) or (kind,)
+    kinds = [part for part in parts if part not in (types.NoneType, ...)]
+    if len({*kinds}) != 1 or kinds[0] not in NUMBERS:
         return metavar
     noun = NUMBERS[kinds[0]]
-    if "..." in metavar:
+    if ... in parts:
         return f"one or more {noun}s"
     return f"a {noun}" if len(kinds) == 1 else f"{len(kinds)} {noun}s"
 

@@ -27,11 +27,12 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
     Args:
         kind: what an entry is called in errors, such as "recipe".
         package: dotted name of a package (or module) whose modules register the built-in entries.
+        places: built-in entries that are imported when they are used, as module:name; listing names imports nothing.
     """
 
-    def __init__(self, kind: str, package: str | None = None) -> None:
+    def __init__(self, kind: str, package: str | None = None, places: Mapping[str, str] | None = None) -> None:
         self.kind, self._package = kind, package
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, Entry | str] = {**(places or {})}
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
         """Return a decorator that adds a function, class or object under `name`."""
@@ -49,7 +50,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
         """Return the entry of that name; raise InputError, with the closest name, if there is none."""
         self._load()
         if name in self._entries:
-            return self._entries[name]
+            return self[name]
         raise unknown_name(self.kind, name, self._entries)
 
     def summary(self, name: str) -> str:
@@ -58,7 +59,10 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         self._load()
-        return self._entries[name]
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            entry = self._entries[name] = pkgutil.resolve_name(entry)
+        return entry
 
     def __iter__(self) -> Iterator[str]:
         self._load()

@@ -49,10 +49,15 @@ class Score:
     """Standard deviation over draws."""
 
     @property
-    def name(self) -> str:
-        """Coordinates and metric, such as top1, last4/batch_norm/top1 or 1%/top1; for display and exact comparison."""
+    def parts(self) -> list[str]:
+        """Coordinates and metric, such as top1, or last4, batch_norm and top1."""
         layers = [] if self.layers is None else [f"last{self.layers}"]
-        return "/".join([*layers, *filter(None, map(_coordinate, self.variant.items())), self.metric])
+        return [*layers, *filter(None, map(_coordinate, self.variant.items())), self.metric]
+
+    @property
+    def name(self) -> str:
+        """The parts in one text, such as last4/batch_norm/top1 or 1%/top1; for display and exact comparison."""
+        return "/".join(self.parts)
 
     @property
     def number(self) -> str:
@@ -133,10 +138,14 @@ class Evaluation:
         """Return the top-1 accuracy of always answering the most frequent class; None for other scores."""
         return self.facts.get("chance") if score.metric == "top1" else None
 
-    def name_of(self, score: Score) -> str:
-        """Return the name that `find_score` takes: the label, unless it is the usual one, the task and the score's name."""
+    def parts_of(self, score: Score) -> list[str]:
+        """Return the label, unless it is the usual one, the task and the parts of the score."""
         label = [] if self.label in USUAL_LABELS else [self.label]
-        return "/".join([*label, self.task, score.name])
+        return [*label, self.task, *score.parts]
+
+    def name_of(self, score: Score) -> str:
+        """Return the name that `find_score` takes, such as distance/linear/top1."""
+        return "/".join(self.parts_of(score))
 
     @property
     def encoder_and_pool(self) -> str:

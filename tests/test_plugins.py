@@ -1,9 +1,11 @@
-"""From outside the package: a source, a covariance, a task and a sweep, each in one file, through the command line."""
+"""From outside the package, through the command line: a source, covariance, task, sweep, figure and export format."""
 
 import json
 import multiprocessing
 import os
 from pathlib import Path
+
+import pytest
 
 from stop_mim.cli import main
 
@@ -104,6 +106,27 @@ def seconds():
     data = ("--data", "noise:16", "--test-data", "noise:8")
     return Scale("demo", {"data": "noise:16"}, ("--task", "spread", "--spread.power", "2", *data))
 ''',
+    "sweep_test_output": '''
+from matplotlib.figure import Figure
+
+from stop_mim.analysis import FIGURES
+from stop_mim.exchange import EXPORTERS
+
+
+@FIGURES.register("mine")
+def mine(runs, score):
+    """My figure."""
+    return Figure()
+
+
+@EXPORTERS.register("mine")
+def write_norm(encoder, folder, place):
+    """My format."""
+    from stop_mim.exchange.formats import Exported
+
+    (folder / "norm.txt").write_text(str(encoder.vit.norm.weight.tolist()))
+    return Exported("numpy", [])
+''',
 }
 
 TINY = [
@@ -114,8 +137,9 @@ TINY = [
 ]
 
 
-def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_with_an_option(tmp_path, monkeypatch):
-    """The sweep, in a forked process, runs `pretrain` and `evaluate` as new ones, which load the plugins again."""
+@pytest.fixture
+def plugins(tmp_path, monkeypatch):
+    """Work in a directory with the plugins, in one thread."""
     for name, text in PLUGINS.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -123,16 +147,28 @@ def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_w
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])]))
     monkeypatch.setenv("STOP_MIM_PLUGINS", ",".join(PLUGINS))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = ["sweep", "loudness", "--scale", "seconds", "--seeds", "0", "--variants", "loud"]
-    command += ["--positions.covariance", "scalar", *TINY]
+    return tmp_path
+
+
+def run_forked(command):
+    """Run a command in a forked process, whose plugins do not stay registered here; return its exit code."""
     process = multiprocessing.get_context("fork").Process(target=main, args=(command,))
     process.start()
     process.join()
-    assert process.exitcode == 0
-    sweep = tmp_path / "runs" / "sweep-loudness-seconds"
+    return process.exitcode
+
+
+def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_with_an_option(plugins):
+    """The sweep, in a forked process, runs `pretrain` and `evaluate` as new ones, which load the plugins again."""
+    command = ["sweep", "loudness", "--scale", "seconds", "--seeds", "0", "--variants", "loud"]
+    command += ["--positions.covariance", "scalar", *TINY]
+    assert run_forked(command) == 0
+    sweep = plugins / "runs" / "sweep-loudness-seconds"
     summary = json.loads((sweep / "summary.json").read_text())
     assert (summary["failed"], summary["unfinished"]) == ({}, [])
-    assert {"spread/std", "health/A_norm"} <= set(summary["variants"]["loud"]["scores"])
+    loud = summary["variants"]["loud"]
+    assert set(loud["scores"]) == {"spread/std"}
+    assert "A_norm" in loud["health"]
     run = sweep / "loud" / "seed-0"
     config = json.loads((run / "config.json").read_text())
     assert (config["data"], config["positions"]["covariance"]) == ("noise:16", "scalar")
@@ -141,3 +177,18 @@ def test_a_sweep_trains_with_a_source_and_a_covariance_and_evaluates_by_a_task_w
     (evaluation,) = json.loads((run / "results.json").read_text())["evaluations"]
     assert (evaluation["task"], evaluation["protocol"]["power"]) == ("spread", 2.0)
     assert evaluation["scores"][0]["value"] > 0
+
+
+def test_a_figure_and_an_export_format_are_listed_and_run(plugins, capfd):
+    assert run_forked(["figure", "mine", "--out", "figures"]) == 0
+    assert {file.name for file in Path("figures").iterdir()} == {"figure-mine.pdf", "figure-mine.png"}
+    assert run_forked(["figure", "--help"]) == run_forked(["export", "--help"]) == 0
+    assert run_forked(["figure", "minne"]) == run_forked(["export", "timm:x", "--to", "minne", "--out", "x"]) == 2
+    shown = capfd.readouterr()
+    assert "mine: My figure." in shown.out
+    assert "{timm,hf,onnx,export,mine}" in shown.out
+    assert "There is no figure 'minne': did you mean 'mine'?" in shown.err
+    assert "--to is 'minne': choose timm, hf, onnx, export or mine." in shown.err
+    train = ["pretrain", "demo", "--data", "noise:16", "--stop-after-steps", "1", "--out", "run", *TINY]
+    assert run_forked(train) == run_forked(["export", "run", "--to", "mine", "--out", "exported"]) == 0
+    assert {file.name for file in Path("exported").iterdir()} == {"README.md", "norm.txt"}

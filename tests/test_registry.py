@@ -16,6 +16,16 @@ def test_an_unknown_name_is_answered_with_the_closest_one():
         things.find("liner")
 
 
+def test_built_in_entries_are_imported_when_they_are_used():
+    things: Registry[object] = Registry(
+        "thing", places={"far": "no_such_module:thing", "near": "stop_mim.registry:Registry"}
+    )
+    assert [*things] == ["far", "near"]
+    assert things.find("near") is Registry
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        things.find("far")
+
+
 def test_a_name_cannot_be_taken_twice():
     things: Registry[int] = Registry("thing")
     things.register("a")(1)

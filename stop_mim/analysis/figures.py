@@ -1,7 +1,7 @@
-"""Figures, one registered function each: the paper's by their numbers, drawn from run directories alone.
+"""Figures, one function each: the paper's by their numbers, drawn from run directories alone.
 
-A figure is a function `(runs, score) -> Figure` under `@FIGURES.register(name)`; its docstring's first line is its help.
-Runs that do not suffice are an InputError that says what is missing. `score` is the score to show, None for the default.
+A figure is a function `(runs, score) -> Figure` in the registry `FIGURES`; its docstring's first line is its help. It
+raises InputError, which says what is missing, if the runs do not suffice. `score` is the score to show; None: the default.
 """
 
 import math
@@ -20,7 +20,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from torch import Tensor
 
-from stop_mim.analysis import theory
+from stop_mim.analysis import FIGURES, theory
 from stop_mim.analysis.noise import identified, noise_spectrum, sampled_places, similarity_maps
 from stop_mim.analysis.predictions import (
     central_target,
@@ -47,12 +47,11 @@ from stop_mim.errors import InputError
 from stop_mim.files import write_atomically
 from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Grid, StochasticPositions
-from stop_mim.registry import Registry
 from stop_mim.seeds import seeded_generator
 from stop_mim.sweeps.summary import Spread
+from stop_mim.training.callbacks.health import SIGNS
 from stop_mim.training.config import PositionsConfig
 
-FIGURES: Registry[Callable[[Sequence[Path], str | None], Figure]] = Registry("figure")
 # Number of runs side by side; of more, evenly spaced ones are shown.
 MOST_SIDE_BY_SIDE = 3
 QUERY_DRAWS = 256
@@ -60,6 +59,7 @@ N_IMAGES = 4
 # Widths of panels in inches.
 PANEL, MAP = 2.1, 1.5
 POSITION_DRAWS = 200
+IDENTIFIED_DRAWS = 64
 FEW_POINTS = 30
 LINES = ("-", "--", ":")
 CONTEXT_LABELS = {True: "context matters", False: "context irrelevant"}
@@ -121,7 +121,6 @@ def draw_figures(
     return written
 
 
-@FIGURES.register("1")
 def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """The idea: an image with masked patches, their fixed positions, samples of their stochastic positions, and the gain.
 
@@ -209,7 +208,6 @@ def _scores_to_compare(
     return (key, spreads) if len(spreads) == 2 else None
 
 
-@FIGURES.register("3")
 def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Accuracy with a learned covariance (tied) and a fixed one (identity), against sigma and against the noise they make.
 
@@ -231,7 +229,7 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     draw_against_sigma(at_sigma, scores, bands=False)
     set_sigma_axis(at_sigma, records)
     at_sigma.set(title="equal σ", ylabel=score_label(key))
-    power = spreads_by_sigma(records, lambda run: run.newest("health/noise_to_signal"))
+    power = spreads_by_sigma(records, lambda run: run.newest(SIGNS["noise_to_signal"].key))
     draw_against_sigma(at_power, scores, bands=False, places=power)
     at_power.set(title="equal power", xscale="log", xlabel="noise-to-signal ratio ‖ψ̂ − ψ‖ / ‖ψ‖ after training")
     add_letters(figure)
@@ -239,7 +237,6 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     return figure
 
 
-@FIGURES.register("4")
 def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Norms of A and m̃, and accuracy, against sigma."""
     records = [run for run in _records(runs) if run.noise.form in ("tied", "none")]
@@ -250,8 +247,8 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     check_comparable(records, forms=["tied"])
     key = common_score(records, score)
     panels: list[tuple[str, Callable[[RunRecords], float]]] = [
-        (r"$\|A\|$ (Frobenius norm)", lambda run: run.newest("health/A_norm")),
-        (r"$\|\tilde{m}\|$ (mask token)", lambda run: run.newest("health/mask_token_norm")),
+        (f"{SIGNS['A_norm'].label} (Frobenius norm)", lambda run: run.newest(SIGNS["A_norm"].key)),
+        (f"{SIGNS['mask_token_norm'].label} (mask token)", lambda run: run.newest(SIGNS["mask_token_norm"].key)),
         (score_label(key), lambda run: run.scores()[key]),
     ]
     figure = Figure(figsize=(WIDE, 2.6), layout="constrained")
@@ -264,7 +261,6 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
-@FIGURES.register("5")
 def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Cosines of a position to all fixed ones: without noise, of one sample, and averaged over many."""
     noisy = _side_by_side(runs)
@@ -295,7 +291,6 @@ def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
-@FIGURES.register("6")
 def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """For a masked patch of each image, how similar its prediction is to the features of all patches."""
     chosen = _side_by_side(runs, noise=False)
@@ -340,16 +335,16 @@ def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], panels:
     figure.colorbar(picture, ax=panels, label=label, shrink=0.8, aspect=30)
 
 
-@FIGURES.register("covariance")
 def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """The spectrum of Σ, the frequencies of its noise, and the noise over training."""
     noisy = _side_by_side(runs)
     figure = Figure(figsize=(WIDE, 2.6 + 0.16 * len(noisy)), layout="constrained")
     spectra, waves, history = figure.subplots(1, 3)
+    noise = SIGNS["noise_to_signal"]
     for run, colour, marker in zip(noisy, SERIES, MARKERS, strict=False):
         positions = run.objective.positions
         assert isinstance(positions, StochasticPositions)
-        spectrum, found = noise_spectrum(positions), identified(positions, _generator(run))
+        spectrum, found = noise_spectrum(positions), identified(positions, _generator(run), IDENTIFIED_DRAWS)
         rank = f"effective rank {spectrum.effective_rank:.1f} of {len(spectrum.eigenvalues)}"
         label = f"{_label(run)}: {rank}; best decoder finds the patch in {100 * found:.0f}%"
         order = range(1, len(spectrum.eigenvalues) + 1)
@@ -358,8 +353,8 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
             for values, dashes in zip(spectrum.by_frequency, ("-", "--"), strict=True):
                 x, y = spectrum.frequencies.tolist(), values.tolist()
                 waves.plot(x, y, color=colour, linestyle=dashes, marker=marker, markersize=2.5, linewidth=1.2)
-        past = [line for line in run.metrics if "health/noise_to_signal" in line]
-        history.plot([line["step"] for line in past], [line["health/noise_to_signal"] for line in past], color=colour)
+        past = [line for line in run.metrics if noise.key in line]
+        history.plot([line["step"] for line in past], [line[noise.key] for line in past], color=colour)
     spectra.set(xlabel="direction, by variance", ylabel="variance (eigenvalue of Σ)", yscale="log")
     waves.set(xlabel="frequency (radians / patch)", ylabel="variance of a feature\ncolumns –, rows - -")
     waves.set(xscale="log", yscale="log")
@@ -368,14 +363,13 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     waves.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5)))
     waves.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
     waves.yaxis.set_minor_formatter(NullFormatter())
-    history.set(xlabel="training step", ylabel=r"noise to signal, $\|An\|\,/\,\|\psi\|$")
+    history.set(xlabel="training step", ylabel=f"{noise.label.lower()}\n{noise.meaning}")
     history.set_ylim(bottom=0)
     add_letters(figure)
     add_legend_below(figure, spectra, 1)
     return figure
 
 
-@FIGURES.register("theory")
 def theory_figure(runs: Sequence[Path] = (), score: str | None = None) -> Figure:
     """Both propositions of the paper by simulation; needs no runs."""
     figure = Figure(figsize=(WIDE, 5.4), layout="constrained")
@@ -421,12 +415,13 @@ def _draw_zero_gradients(axes: Axes) -> None:
     axes.legend(loc="lower left", ncols=2, columnspacing=1.0)
 
 
-def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
+def _draw_toy_norms(axes: Axes) -> None:
+    seeds = 3
     cases: list[tuple[theory.Tying, bool, str]]
     cases = [("tied", True, BLUE), ("untied", True, VERMILION), ("tied", False, SKY)]
     for tying, informative, colour in cases:
         task = theory.ToyTask(informative=informative)
-        histories = [theory.train_toy(task, tying, seed=seed) for seed in range(seeds)]
+        histories = [theory.train_toy(task, tying, steps=600, seed=seed) for seed in range(seeds)]
         steps, norms = list(histories[0]), torch.tensor([list(history.values()) for history in histories])
         mean, std = norms.mean(0).numpy(), norms.std(0).numpy()
         axes.plot(steps, mean, color=colour, label=f"{tying}, {CONTEXT_LABELS[informative]}")
@@ -436,12 +431,12 @@ def _draw_toy_norms(axes: Axes, seeds: int = 3) -> None:
     axes.legend(title=f"mean ± s.d., {seeds} seeds", title_fontsize=8)
 
 
-@FIGURES.register("loss")
 def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Loss, learning rate and effective rank of the target features (RankMe) over training."""
     groups = group_seeds(_records(runs))
     figure = Figure(figsize=(WIDE, 2.4 + 0.16 * math.ceil(len(groups) / 4) * (len(groups) > 1)), layout="constrained")
-    measured = {"loss": "loss", "lr": "learning rate", "health/rankme": "RankMe (effective rank)"}
+    rank = SIGNS["rankme"]
+    measured = {"loss": "loss", "lr": "learning rate", rank.key: f"{rank.label} (effective rank)"}
     for axes, (name, label) in zip(figure.subplots(1, 3), measured.items(), strict=True):
         for number, group in enumerate(groups):
             for run in group.runs:
@@ -460,7 +455,6 @@ def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
-@FIGURES.register("positions")
 def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """What StoP does: masked patches with fixed and with sampled positions, and what models predict of one of them.
 
@@ -647,7 +641,7 @@ def score_label(score: ScoreKey) -> str:
     folder = path.parent.name or path.stem
     data = kind if kind == "scenes" else folder if path.suffix == ".parquet" else path.name
     what = "score" if score.rank is None else "top-1 accuracy (%)"
-    words = ", ".join(filter(None, [score.name.removesuffix("/top1").replace("/", ", "), data]))
+    words = ", ".join(filter(None, [score.title, data]))
     return "\n".join([what, *textwrap.wrap(words, LABEL_CHARACTERS)])
 
 

@@ -87,7 +87,7 @@ def noisy_positions(
 
 
 @torch.no_grad()
-def similarity_maps(positions: Positions, patch: int, generator: torch.Generator, draws: int = 256) -> SimilarityMaps:
+def similarity_maps(positions: Positions, patch: int, generator: torch.Generator, draws: int) -> SimilarityMaps:
     """Compare a patch's position with all fixed ones: without noise, with one sample, and averaged over samples."""
     samples, table = noisy_positions(positions, patch, draws, generator), positions.table()
     fixed, noisy = cosines(table[patch][None], table)[0], cosines(samples, table)
@@ -96,7 +96,7 @@ def similarity_maps(positions: Positions, patch: int, generator: torch.Generator
 
 @torch.no_grad()
 def sampled_places(
-    positions: StochasticPositions, patches: Sequence[int], generator: torch.Generator, draws: int = 256
+    positions: StochasticPositions, patches: Sequence[int], generator: torch.Generator, draws: int
 ) -> Float[Tensor, "n draws 2"]:
     """Return where samples of patches' positions lie in the image, as columns and rows of patches.
 
@@ -114,7 +114,7 @@ def sampled_places(
 
 
 @torch.no_grad()
-def identified(positions: StochasticPositions, generator: torch.Generator, draws: int = 64) -> float:
+def identified(positions: StochasticPositions, generator: torch.Generator, draws: int) -> float:
     """Return the fraction of samples that the optimal decoder, which knows Σ, assigns to their patch.
 
     Cosines may fall a lot while a sample still identifies its patch: many features together average the noise away.

@@ -40,7 +40,7 @@ def sample_images(run: RunRecords, count: int) -> UInt8[Tensor, "n 3 height widt
 
 
 def sample_pictures(run: RunRecords, count: int) -> UInt8[Tensor, "n 3 height width"]:
-    """Return the images of `sample_images` for people to look at: a multiple of the encoder's size."""
+    """Return the images of `sample_images` enlarged for figures, by a whole factor."""
     source, size = open_source(run.config.data), run.config.encoder.image_size
     zoom = max(1, PICTURE_SIDE // max(size))
     larger = (zoom * size[0], zoom * size[1])

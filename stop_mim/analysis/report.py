@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
@@ -30,7 +30,7 @@ from stop_mim.results import UNTRAINED, Evaluation, Score, details_table, headli
 from stop_mim.sweeps.grid import changes
 from stop_mim.sweeps.summary import spread
 from stop_mim.tables import Table
-from stop_mim.training.callbacks.health import HealthSigns, find_symptoms
+from stop_mim.training.callbacks.health import SIGNS, HealthSigns, Symptoms, signs_in
 from stop_mim.training.config import to_json
 from stop_mim.training.run_folder import RunFolder
 
@@ -50,15 +50,12 @@ MAIN_FIELDS = (
     *("positions.kind", "positions.sigma", "positions.covariance", "masks.kind"),
     *("optim.epochs", "optim.batch_size", "optim.lr"),
 )
+NEWEST_SIGNS = ("rankme", "rank_limit", "A_norm", "mask_token_norm", "noise_to_signal")
+# Measurements, by key in metrics.jsonl, whose newest values the summary shows.
 NEWEST = {
     "loss": "Loss",
-    "health/rankme": "RankMe",
-    "health/rank_limit": "RankMe, upper limit",
-    "health/A_norm": "|A|",
-    "health/mask_token_norm": "|m̃|",
-    "health/noise_to_signal": "Noise to signal",
-    "probe/linear_top1": "Online linear probe, %",
-    "probe/knn_top1": "Online kNN probe, %",
+    **{SIGNS[name].key: SIGNS[name].label for name in NEWEST_SIGNS},
+    **{key: f"{title}, %" for key, title in ONLINE.items()},
     "not_finite": "Skipped steps",
 }
 
@@ -178,18 +175,14 @@ def status_text(run: RunRecords) -> str:
 
 
 def health_warnings(run: RunRecords) -> Iterator[str]:
-    """Yield the warnings of the health signs in a run's metrics, as they were given while it trained."""
-    first, known = None, set[str]()
-    names = [field.name for field in fields(HealthSigns)]
+    """Yield the warnings that a run's health signs gave during training, each with its step."""
+    symptoms = Symptoms()
     for line in run.metrics:
         try:
-            signs = from_plain(HealthSigns, {name: line[key] for name in names if (key := f"health/{name}") in line})
+            signs = from_plain(HealthSigns, signs_in(line))
         except InputError:
             continue
-        first = first or signs
-        symptoms = find_symptoms(signs, first)
-        yield from (f"Step {line['step']:,}: {text}" for name, text in symptoms.items() if name not in known)
-        known = set(symptoms)
+        yield from (f"Step {line['step']:,}: {text}" for text in symptoms.new_in(signs))
 
 
 def over_seeds(values: Sequence[float], digits: str = ".4g") -> str:
@@ -267,7 +260,7 @@ def cards(group: RunGroup) -> list[dict[str, str]]:
         found.append({"title": name, "number": number, "remark": remark or row[-3]})
     if not found:
         last = group.first.last_values
-        online = {NEWEST[key].removesuffix(", %"): last[key] for key in ONLINE if key in last}
+        online = {title: last[key] for key, title in ONLINE.items() if key in last}
         found = [{"title": name, "number": f"{value:.1f}", "remark": "top-1 in %"} for name, value in online.items()]
     return found
 

@@ -23,12 +23,13 @@ from stop_mim.analysis.predictions import (
     sample_images,
     sample_masks,
 )
-from stop_mim.analysis.runs import RunGroup, RunRecords
+from stop_mim.analysis.runs import ONLINE, RunGroup, RunRecords
 from stop_mim.data.decode import BadImage, decode_image
 from stop_mim.errors import InputError
 from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Positions
 from stop_mim.seeds import seeded_generator
+from stop_mim.training.callbacks.health import SIGNS
 
 MAX_IMAGES = 16
 # Bytes that the maps of all runs together may take before base64, so that the page stays below 10 MB.
@@ -40,7 +41,7 @@ NEGLIGIBLE_VARIANCE = 1e-9
 
 Plain = dict[str, Any]
 
-
+DRAWN_SIGNS = ("rankme", "feature_std", "A_norm", "mask_token_norm", "noise_to_signal", "ema_distance")
 # Section of the chart, key in metrics.jsonl, title and meaning.
 MEASUREMENTS = (
     ("loss", "loss", "Loss", "mean since the previous line"),
@@ -49,14 +50,8 @@ MEASUREMENTS = (
     ("loss", "ema_momentum", "Momentum of the target encoder", ""),
     ("loss", "gradient_norm", "Gradient norm", ""),
     ("loss", "images_per_second", "Images per second", ""),
-    ("health", "health/rankme", "RankMe", "effective rank of the features; low means collapse"),
-    ("health", "health/feature_std", "Spread of the features", "standard deviation; 0 means collapse"),
-    ("health", "health/A_norm", "|A|", "Frobenius norm of the projection from encoder to predictor"),
-    ("health", "health/mask_token_norm", "|m̃|", "norm of the mask token"),
-    ("health", "health/noise_to_signal", "Noise to signal", "‖A n‖ over ‖ψ‖"),
-    ("health", "health/ema_distance", "Distance to the target encoder", "relative to the encoder's weights"),
-    ("scores", "probe/linear_top1", "Online linear probe", "top-1 accuracy in %"),
-    ("scores", "probe/knn_top1", "Online kNN probe", "top-1 accuracy in %"),
+    *(("health", SIGNS[name].key, SIGNS[name].label, SIGNS[name].meaning) for name in DRAWN_SIGNS),
+    *(("scores", key, title, "top-1 accuracy in %") for key, title in ONLINE.items()),
 )
 
 

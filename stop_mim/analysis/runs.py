@@ -25,7 +25,8 @@ from stop_mim.training.run_folder import RunFolder, read_metrics
 # Tasks in the order in which figures prefer them: the paper's protocol first. Scores measured while training come last.
 PREFERRED_TASKS = ("low-shot", "linear-sgd", "linear", "finetune", "finetune-low-shot", "knn")
 PAPERS_AMOUNT = "1%"
-ONLINE = ("probe/linear_top1", "probe/knn_top1")
+# Scores of the online probe: their keys in metrics.jsonl, and titles.
+ONLINE = {"probe/linear_top1": "Online linear probe", "probe/knn_top1": "Online kNN probe"}
 # Config fields that do not change what is learned.
 INCIDENTAL = {"out", "seed", "stop_after_steps"}
 # Fields that describe the noise, and those without meaning where there is none.
@@ -52,6 +53,8 @@ class ScoreKey:
 
     name: str
     """As `figure --score` takes it, such as low-shot/1%/top1."""
+    title: str
+    """Label in figures, such as "low-shot, 1%"; without the metric for top-1 accuracies."""
     data: str = ""
     measurement: tuple[str, ...] = ()
     rank: int | None = len(PREFERRED_TASKS) + 2
@@ -65,7 +68,9 @@ def score_key(evaluation: Evaluation, score: Score) -> ScoreKey:
         rank = 0
     default = score.metric == "top1" and score.headline
     measurement = (*evaluation.measurement(), score.name)
-    return ScoreKey(evaluation.name_of(score), evaluation.data, measurement, rank if default else None)
+    *parts, metric = evaluation.parts_of(score)
+    title = ", ".join(parts if metric == "top1" else [*parts, metric])
+    return ScoreKey(evaluation.name_of(score), title, evaluation.data, measurement, rank if default else None)
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,9 @@ class RunRecords:
     def scores(self) -> dict[ScoreKey, float]:
         """Return the scores of the run's encoder and the newest ones of the online probe."""
         found = {score_key(one, score): score.value for one in self.evaluations for score in one.scores}
-        return found | {ScoreKey(name): self.last_values[name] for name in ONLINE if name in self.last_values}
+        return found | {
+            ScoreKey(*one): self.last_values[one[0]] for one in ONLINE.items() if one[0] in self.last_values
+        }
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
@@ -285,7 +292,7 @@ def common_score(runs: Sequence[RunRecords], name: str | None = None) -> ScoreKe
                 "evaluate', or train them with probe.data."
             )
         return min(common, key=lambda key: common[key])
-    key = ScoreKey(name) if name in ONLINE else score_key(*find_score(runs[0].evaluations, name))
+    key = ScoreKey(name, ONLINE[name]) if name in ONLINE else score_key(*find_score(runs[0].evaluations, name))
     for run in runs:
         if key not in run.scores():
             raise InputError(

@@ -7,7 +7,7 @@ prior. Tied, the gradient at A = 0 is exactly that of the model without noise; u
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -70,7 +70,7 @@ def optimal_predictor(clean: Clean, prior: Prior, noisy: Float[Tensor, " n"]) ->
     return posterior @ clean(prior.points)
 
 
-def train_predictor(clean: Clean, prior: Prior, steps: int = 1000) -> Clean:
+def train_predictor(clean: Clean, prior: Prior, steps: int) -> Clean:
     """Train a small network to predict noisy answers Y from R = X + Z under squared error; takes seconds on one core."""
     generator, batch_size, answer_std = seeded_generator("cpu", 0, "smoothing"), 512, 0.2
     with _seeded_weights(0):
@@ -135,8 +135,9 @@ class ToyTask:
 class ToyPredictor(nn.Module):
     """Context tokens c = B s + b + ψ and a masked token m = A n + ψ + m̃ go through the same layer, as in a transformer."""
 
-    def __init__(self, task: ToyTask, hidden: int = 32, seed: int = 0) -> None:
+    def __init__(self, task: ToyTask, seed: int = 0) -> None:
         super().__init__()
+        hidden = 32
         with _seeded_weights(seed):
             self.layer = nn.Linear(task.dim, hidden, dtype=torch.float64)
             self.head = nn.Linear(2 * hidden, task.encoder_dim, dtype=torch.float64)
@@ -159,36 +160,29 @@ class ToyPredictor(nn.Module):
         return (predicted - batch.answer).square().sum(1).mean()
 
 
-def gradients_at_zero(task: ToyTask, n_samples: int, seed: int = 0, antithetic: bool = False) -> dict[str, Tensor]:
+def gradients_at_zero(task: ToyTask, n_samples: int) -> dict[str, Tensor]:
     """Estimate the gradients of the expected loss at A = 0, of one predictor on the same examples.
 
     - tied: d/dA where A projects the context and the noise.
     - untied: d/dA where A projects the noise, and another, non-zero matrix the context.
     - deterministic: d/dB at B = 0 of the model without noise.
-
-    `antithetic` uses every noise n together with -n. At A = 0 the gradient is linear in n, so that this is the exact mean
-    over the noise.
     """
-    predictor = ToyPredictor(task, seed=seed)
-    batch = task.sample(n_samples, seeded_generator("cpu", seed, "gradients"))
-    other = seeded_generator("cpu", seed, "context projection")
+    predictor = ToyPredictor(task)
+    batch = task.sample(n_samples, seeded_generator("cpu", 0, "gradients"))
+    other = seeded_generator("cpu", 0, "context projection")
     projection = torch.randn(task.dim, task.encoder_dim, generator=other, dtype=torch.float64)
     zero = torch.zeros(task.dim, task.encoder_dim, dtype=torch.float64, requires_grad=True)
-    batches = [replace(batch, noise=sign * batch.noise) for sign in ((1.0, -1.0) if antithetic else (1.0,))]
-
-    def gradient(loss: Callable[[ToyBatch], Tensor]) -> Tensor:
-        return torch.stack([torch.autograd.grad(loss(one), zero)[0] for one in batches]).mean(0)
-
-    return {
-        "tied": gradient(lambda one: predictor(one, zero, zero)),
-        "untied": gradient(lambda one: predictor(one, projection, zero)),
-        "deterministic": gradient(lambda one: predictor(one, zero, None)),
+    losses = {
+        "tied": predictor(batch, zero, zero),
+        "untied": predictor(batch, projection, zero),
+        "deterministic": predictor(batch, zero, None),
     }
+    return {name: torch.autograd.grad(loss, zero)[0] for name, loss in losses.items()}
 
 
-def train_toy(task: ToyTask, tying: Tying, steps: int = 600, seed: int = 0) -> dict[int, float]:
+def train_toy(task: ToyTask, tying: Tying, steps: int, seed: int = 0) -> dict[int, float]:
     """Train a toy model with its matrices, from the same start for every `tying`; return ‖A‖ of the noise by step."""
-    predictor = ToyPredictor(task, seed=seed)
+    predictor = ToyPredictor(task, seed)
     start = seeded_generator("cpu", seed, "start")
     B, own = (
         nn.Parameter(0.3 * torch.randn(task.dim, task.encoder_dim, generator=start, dtype=torch.float64))

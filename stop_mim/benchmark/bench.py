@@ -81,15 +81,13 @@ class BenchReport:
         return self.flops / self.step.seconds.median
 
 
-def run_bench(
-    config: TrainConfig, bench: BenchConfig, recipe: str = "custom", console: Console | None = None
-) -> BenchReport:
+def run_bench(config: TrainConfig, bench: BenchConfig, recipe: str = "custom") -> BenchReport:
     """Measure, print the tables and write the JSON file; `bench.images` "auto" means synthetic images."""
     check_effects(config)
     if bench.json is not None:
         require_writable(f"bench.json, {bench.json},", bench.json)
     device = one_device(config)
-    with ProgressDisplay(console) as display, _memory_error_named(config, device):
+    with ProgressDisplay() as display, _memory_error_named(config, device):
         report = measure_run(config, bench, recipe, device, display)
     print_report(report)
     if bench.json is not None:

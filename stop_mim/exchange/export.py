@@ -9,7 +9,8 @@ from huggingface_hub import HfApi, ModelCardData, get_token
 
 from stop_mim import __version__
 from stop_mim.errors import InputError
-from stop_mim.exchange.formats import EXPORTERS, Exported, Place
+from stop_mim.exchange import EXPORTERS
+from stop_mim.exchange.formats import Exported, Place
 from stop_mim.exchange.loading import load_encoder, locate
 from stop_mim.exchange.releases import RELEASE
 from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_folder

@@ -22,7 +22,7 @@ Axes = Mapping[str, Sequence[Any]]
 """Values of config fields, by path, whose combinations a sweep compares."""
 
 COVARIANCE_SIGMAS = (0.05, 0.1, 0.25, 0.5, 1.0)
-# A fixed covariance makes more noise at the same sigma: with these it has that of a learned one, too.
+# A fixed covariance makes more noise at the same sigma: at these values, about as much as a learned one.
 SMALL_SIGMAS = (0.001, 0.01)
 SIGMAS = (0.0, 0.001, 0.01, 0.1, 0.25, 1.0, 10.0)
 L1_STRENGTHS = (1.0, 10.0, 100.0)

@@ -8,13 +8,16 @@ import subprocess
 import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stop_mim.errors import InputError
 from stop_mim.interruption import Interruption, catch_interruption
 from stop_mim.launch import POLL_SECONDS, PROGRAM, LaunchConfig, make_executor, rank_environment
 from stop_mim.sweeps.plan import Job, SweepConfig
+from stop_mim.training.run_folder import RunFolder
 
 Ended = tuple[Job, str | None]
 """A run whose processes have ended, and why it failed, if it did."""
@@ -45,8 +48,9 @@ def run_job(
     rank = environment.get("RANK", "0")
     log = logs / f"{job.variant}-seed-{job.seed}{f'.rank{rank}' if rank != '0' else ''}.txt"
     if rank == "0" and not (job.folder / "config.json").exists():
-        # What a process left that was killed before its first step.
+        # Files of a process that was killed before its first step.
         shutil.rmtree(job.folder, ignore_errors=True)
+    before = _status(job.folder)
     for arguments in (job.training, job.evaluation):
         if stop:
             return None
@@ -64,8 +68,18 @@ def run_job(
                 running.append(process)
             code = _wait(process, stop)
         if code and not stop:
-            return _reason(code, log)
+            status = _status(job.folder)
+            # A process that fails before its first step leaves the status of an earlier one.
+            failed = status != before and status.get("state") == "failed"
+            return status["message"] if failed else _reason(code, log)
     return None
+
+
+def _status(run: Path) -> dict[str, Any]:
+    """Return the contents of a run's status.json; empty if there is none, or it cannot be read."""
+    with suppress(InputError):
+        return RunFolder(run).status() or {}
+    return {}
 
 
 def _wait(process: subprocess.Popen[bytes], stop: Interruption) -> int:
@@ -79,7 +93,7 @@ def _wait(process: subprocess.Popen[bytes], stop: Interruption) -> int:
 
 
 def _reason(code: int, log: Path) -> str:
-    """Return why a process failed: the signal that ended it, or the last line that it printed."""
+    """Return why a process failed that left no record: the signal that ended it, or the last line that it printed."""
     if code < 0:
         name = signal.Signals(-code).name
         return f"Ended by {name}{', perhaps for lack of memory' if name == 'SIGKILL' else ''}: see {log}."
@@ -88,16 +102,16 @@ def _reason(code: int, log: Path) -> str:
     return last.removeprefix("stop-mim: ")
 
 
-def places(side_by_side: int, device: str, given: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
+def places(side_by_side: int, device: str) -> list[dict[str, str]]:
     """Return an environment for each run at a time: its GPU where there are several, and its number of threads."""
     import torch
 
     visible = [""]
     if device in ("auto", "cuda") and torch.cuda.device_count() > 1:
         numbers = ",".join(map(str, range(torch.cuda.device_count())))
-        visible = given.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
     found = [{"CUDA_VISIBLE_DEVICES": gpu} if gpu else {} for _ in range(side_by_side) for gpu in visible]
-    if len(found) > 1 and "OMP_NUM_THREADS" not in given:
+    if len(found) > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = str(max(1, (os.cpu_count() or 1) // len(found)))
         found = [{**place, "OMP_NUM_THREADS": threads} for place in found]
     return found

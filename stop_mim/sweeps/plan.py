@@ -59,7 +59,7 @@ class SweepConfig(Checked):
     """Runs at the same time on each GPU, or on the CPU."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     dry_run: bool = False
-    """Print the grid, the commands and the time they take, from finished runs or a few measured steps; run nothing."""
+    """Print the grid, the commands and the time they take, from finished runs or a few measured steps; train nothing."""
     retry_failed: bool = False
     """Run again what failed before."""
 

@@ -90,7 +90,7 @@ def _run(jobs: Sequence[Job], plan: Plan, config: SweepConfig, console: Console)
 
 
 def due(jobs: Sequence[Job], out: Path, retry_failed: bool) -> list[Job]:
-    """Return the runs that are neither finished nor, unless they are retried, failed."""
+    """Return the runs that are not finished; failed ones only with `retry_failed`."""
     failed = {} if retry_failed else read_failed(out)
     return [job for job in jobs if not job.finished and job.name not in failed]
 
@@ -102,7 +102,7 @@ def read_failed(out: Path) -> dict[str, str]:
 
 
 def record(out: Path, job: Job, error: str | None) -> None:
-    """Keep why a run failed, or forget that it did."""
+    """Record why a run failed, or remove its earlier record if it did not."""
     before = read_failed(out)
     failed = {name: reason for name, reason in before.items() if name != job.name}
     failed |= {} if error is None else {job.name: error}

@@ -17,16 +17,17 @@ from stop_mim.records import write_json
 from stop_mim.results import read_results
 from stop_mim.sweeps.plan import SCORES_FILE, Job, Plan
 from stop_mim.tables import Table, write_tables
+from stop_mim.training.callbacks.health import SIGNS, signs_in
 from stop_mim.training.run_folder import read_metrics
 
 SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
 SUMMARY_TABLES = ("summary.md", "summary.tex")
-FORMAT = "stop-mim sweep summary 3"
+FORMAT = "stop-mim sweep summary 4"
 CSV_HEAD = ("sweep", "scale", "variant", "score")
 CONFIDENCE = 0.95
 LEAST_SEEDS = 3
-# Health metrics that the tables show, with the paper's names.
-HEALTH = {"health/A_norm": "|A|", "health/mask_token_norm": "|m̃|"}
+# Health signs that the tables show.
+SHOWN_SIGNS = ("A_norm", "mask_token_norm")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Score(Spread):
-    """One number of one variant."""
+class Number(Spread):
+    """A score or a health sign of one variant."""
 
     by_seed: dict[int, float]
     difference: Difference | None
@@ -83,23 +84,27 @@ def seeds_note(n: int) -> str:
 
 
 Values = dict[str, dict[int, dict[str, float]]]
-"""Numbers by variant, seed and name."""
+"""Values by variant, seed and name."""
+Numbers = dict[str, dict[str, Number]]
+"""By variant and name; a variant without a finished run has none."""
 
 
-def compare(values: Values, baseline: str) -> dict[str, dict[str, Score]]:
-    """Return the scores of each variant by name; numbers that are not finite are left out."""
+def compare(values: Values, baseline: str) -> Numbers:
+    """Return the values of each variant over seeds; those that are not finite are left out."""
     by_seed: dict[str, dict[str, dict[int, float]]] = {variant: {} for variant in values}
     for variant, runs in values.items():
-        for seed, numbers in runs.items():
-            for name, value in numbers.items():
+        for seed, found in runs.items():
+            for name, value in found.items():
                 if math.isfinite(value):
                     by_seed[variant].setdefault(name, {})[seed] = value
 
-    def score(variant: str, name: str, own: dict[int, float]) -> Score:
+    def number(variant: str, name: str, own: dict[int, float]) -> Number:
         apart = None if variant == baseline else paired_difference(own, by_seed[baseline].get(name, {}))
-        return Score(**vars(spread(list(own.values()))), by_seed=own, difference=apart)
+        return Number(**vars(spread(list(own.values()))), by_seed=own, difference=apart)
 
-    return {variant: {name: score(variant, name, own) for name, own in row.items()} for variant, row in by_seed.items()}
+    return {
+        variant: {name: number(variant, name, own) for name, own in row.items()} for variant, row in by_seed.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -107,48 +112,64 @@ class Summary:
     """A sweep as far as it has been run."""
 
     plan: Plan
-    scores: dict[str, dict[str, Score]]
-    """By variant and name; a variant without a finished run has none."""
+    scores: Numbers
+    health: Numbers
+    """By field of HealthSigns."""
     failed: dict[str, str]
     """Reasons by run."""
     unfinished: list[str]
     interrupted_by: str | None = None
     """The signal that stopped the sweep."""
 
-    def columns(self) -> list[str]:
-        """Return the names of the numbers that tables show."""
+    def shown(self) -> list[str]:
+        """Return the names of the scores that tables show."""
         found = dict.fromkeys(name for row in self.scores.values() for name in row)
-        scores = [name for name in found if not name.startswith("health/")]
-        shown = [name for name in self.plan.shown if name in found] or scores
-        return [*shown, *(name for name in HEALTH if name in found)]
+        return [name for name in self.plan.shown if name in found] or list(found)
+
+    def columns(self) -> dict[str, dict[str, Number]]:
+        """Return what tables show: the heading of each column, and its numbers by variant."""
+        columns = {name: _column(self.scores, name) for name in self.shown()}
+        signs = {SIGNS[name].label: _column(self.health, name) for name in SHOWN_SIGNS}
+        return columns | {label: column for label, column in signs.items() if column}
 
     def fewest_seeds(self) -> int:
-        """Return the smallest number of seeds of any score."""
-        return min((score.n for row in self.scores.values() for score in row.values()), default=0)
+        """Return the smallest number of seeds of any number."""
+        rows = [*self.scores.values(), *self.health.values()]
+        return min((number.n for row in rows for number in row.values()), default=0)
+
+
+def _column(rows: Numbers, name: str) -> dict[str, Number]:
+    return {variant: row[name] for variant, row in rows.items() if name in row}
 
 
 def read_scores(run: Path) -> dict[str, float]:
-    """Return the headline scores of a run's evaluation by name, and its health metrics after the last step."""
-    scores = {
+    """Return the headline scores of a run's evaluation by name."""
+    return {
         evaluation.name_of(score): score.value
         for evaluation in read_results(run / SCORES_FILE)
         for score in evaluation.scores
         if score.headline
     }
-    last = (read_metrics(run) or [{}])[-1]
-    return scores | {name: value for name, value in last.items() if name.startswith("health/")}
+
+
+def read_health(run: Path) -> dict[str, float]:
+    """Return the health signs of a run after its last step, by field of HealthSigns."""
+    return signs_in((read_metrics(run) or [{}])[-1])
 
 
 def summarise(
     plan: Plan, asked: Sequence[Job], failed: Mapping[str, str], interrupted_by: str | None = None
 ) -> Summary:
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
-    values: Values = {variant: {} for variant in plan.variants}
-    for variant, runs in values.items():
+    scores: Values = {variant: {} for variant in plan.variants}
+    health: Values = {variant: {} for variant in plan.variants}
+    for variant in plan.variants:
         for file in sorted((plan.out / variant).glob(f"seed-*/{SCORES_FILE}")):
-            runs[int(file.parent.name.removeprefix("seed-"))] = read_scores(file.parent)
+            seed = int(file.parent.name.removeprefix("seed-"))
+            scores[variant][seed], health[variant][seed] = read_scores(file.parent), read_health(file.parent)
     unfinished = [job.name for job in asked if not job.finished and job.name not in failed]
-    return Summary(plan, compare(values, plan.baseline), dict(failed), unfinished, interrupted_by)
+    scores_over_seeds, health_over_seeds = compare(scores, plan.baseline), compare(health, plan.baseline)
+    return Summary(plan, scores_over_seeds, health_over_seeds, dict(failed), unfinished, interrupted_by)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
@@ -163,11 +184,12 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "baseline": plan.baseline,
         "confidence": CONFIDENCE,
         "note": seeds_note(summary.fewest_seeds()),
-        "shown": summary.columns(),
+        "shown": summary.shown(),
         "variants": {
             variant: {
                 "overrides": dict(overrides),
-                "scores": {name: asdict(score) for name, score in summary.scores[variant].items()},
+                "scores": {name: asdict(number) for name, number in summary.scores[variant].items()},
+                "health": {name: asdict(number) for name, number in summary.health[variant].items()},
             }
             for variant, overrides in plan.variants.items()
         },
@@ -189,11 +211,12 @@ def _write_csv(file: Path, summary: Summary) -> None:
     with file.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, [*CSV_HEAD, *spread_fields, *difference_fields], extrasaction="ignore")
         writer.writeheader()
-        for variant, row in summary.scores.items():
-            for name, score in row.items():
+        for variant in summary.plan.variants:
+            signs = {SIGNS[name].key: number for name, number in summary.health[variant].items()}
+            for name, number in (summary.scores[variant] | signs).items():
                 names = (summary.plan.sweep, summary.plan.scale, variant, name)
-                apart = {} if score.difference is None else asdict(score.difference)
-                writer.writerow({**dict(zip(CSV_HEAD, names, strict=True)), **vars(score), "difference": "", **apart})
+                apart = {} if number.difference is None else asdict(number.difference)
+                writer.writerow({**dict(zip(CSV_HEAD, names, strict=True)), **vars(number), "difference": "", **apart})
 
 
 def show_summary(summary: Summary, console: Console) -> None:
@@ -221,35 +244,31 @@ def means_table(summary: Summary) -> Table:
     """Return a table with a row for each variant: mean ± standard deviation over seeds."""
     plan = summary.plan
     title = f"{plan.sweep} at {plan.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
-    rows = []
+    columns, rows = summary.columns(), []
     for variant, row in summary.scores.items():
         n = max((score.n for score in row.values()), default=0)
-        rows.append([variant, str(n), *(_mean_cell(row.get(name)) for name in summary.columns())])
-    return Table(title, ["variant", "n", *_headings(summary)], rows)
+        rows.append([variant, str(n), *(_mean_cell(column.get(variant)) for column in columns.values())])
+    return Table(title, ["variant", "n", *columns], rows)
 
 
 def differences_table(summary: Summary) -> Table:
     """Return a table with a row for each variant but the baseline: paired difference and its interval."""
-    rows = []
+    columns, rows = summary.columns(), []
     for variant, row in summary.scores.items():
         if variant != summary.plan.baseline:
             pairs = max((score.difference.pairs for score in row.values() if score.difference is not None), default=0)
-            rows.append([variant, str(pairs), *(_difference_cell(row.get(name)) for name in summary.columns())])
+            rows.append([variant, str(pairs), *(_difference_cell(column.get(variant)) for column in columns.values())])
     title = f"difference to {summary.plan.baseline}, same seeds [95% interval]"
-    return Table(title, ["variant", "pairs", *_headings(summary)], rows)
+    return Table(title, ["variant", "pairs", *columns], rows)
 
 
-def _headings(summary: Summary) -> list[str]:
-    return [HEALTH.get(name, name.replace("/", "\n")) for name in summary.columns()]
-
-
-def _mean_cell(score: Score | None) -> str:
-    if score is None:
+def _mean_cell(number: Number | None) -> str:
+    if number is None:
         return "–"
-    return f"{score.mean:.2f}" + ("" if score.std is None else f" ± {score.std:.2f}")
+    return f"{number.mean:.2f}" + ("" if number.std is None else f" ± {number.std:.2f}")
 
 
-def _difference_cell(score: Score | None) -> str:
-    if score is None or (apart := score.difference) is None:
+def _difference_cell(number: Number | None) -> str:
+    if number is None or (apart := number.difference) is None:
         return "–"
     return f"{apart.difference:+.2f}" + ("" if apart.low is None else f" [{apart.low:+.2f}, {apart.high:+.2f}]")

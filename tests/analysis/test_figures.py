@@ -40,7 +40,7 @@ def quick_theory(monkeypatch):
     """The simulations are tested elsewhere: here they need only end."""
     predictor, toy = theory.train_predictor, theory.train_toy
     monkeypatch.setattr(theory, "train_predictor", lambda clean, prior, steps: predictor(clean, prior, steps=3))
-    monkeypatch.setattr(theory, "train_toy", lambda task, tying, seed: toy(task, tying, steps=3, seed=seed))
+    monkeypatch.setattr(theory, "train_toy", lambda task, tying, steps, seed: toy(task, tying, steps=3, seed=seed))
     monkeypatch.setattr(theory, "gradients_at_zero", lambda task, count: GRADIENTS(task, min(count, 1000)))
 
 

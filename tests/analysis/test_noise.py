@@ -97,7 +97,7 @@ def test_without_noise_all_maps_are_the_fixed_one_and_with_it_they_are_not():
         assert maps.fixed.max().item() == pytest.approx(1)
         assert torch.allclose(maps.sample, maps.fixed)
         assert torch.allclose(maps.mean, maps.fixed)
-    noisy = [similarity_maps(stochastic(scale), PATCH, seeded()) for scale in (0.0, 0.5, 2.0, 8.0)]
+    noisy = [similarity_maps(stochastic(scale), PATCH, seeded(), 256) for scale in (0.0, 0.5, 2.0, 8.0)]
     peaks = [maps.mean.max().item() for maps in noisy]
     assert peaks == sorted(peaks, reverse=True), "the mean falls as noise grows"
     assert not torch.allclose(noisy[-1].sample, noisy[-1].mean, atol=0.02)
@@ -137,6 +137,6 @@ def test_places_are_read_as_theory_says():
 def test_a_decoder_that_knows_the_covariance_ignores_noise_in_other_directions():
     factor = torch.zeros(4, 4)
     factor[1, 1] = 100.0
-    assert identified(with_factor(factor, sigma=1.0, base=TwoPlaces()), seeded()) == 1.0
+    assert identified(with_factor(factor, sigma=1.0, base=TwoPlaces()), seeded(), 64) == 1.0
     factor[0, 0] = 100.0
     assert identified(with_factor(factor, sigma=1.0, base=TwoPlaces()), seeded(), 2000) < 0.6

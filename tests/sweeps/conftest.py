@@ -28,6 +28,10 @@ else:
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.json").write_text("{}")
     (run / "metrics.jsonl").write_text('{"step": 40, "images_per_second": 16.0, "health/A_norm": 2.0}\\n')
+    if order == "diverge":
+        status = {"state": "failed", "step": 40, "total_steps": 40, "message": "The loss is not finite.", "updated": ""}
+        (run / "status.json").write_text(json.dumps(status))
+        sys.exit("Traceback: ...\\nTrainingDiverged")
     if order == "refuse":
         sys.exit("stop-mim: data is not given: add --data.")
     if order == "die":

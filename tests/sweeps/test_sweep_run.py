@@ -49,6 +49,17 @@ def test_failed_runs_are_named_and_retried_on_demand(stand_in, console):
     assert again.scores["noisy"]["linear/top1"].difference.pairs == 2
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_the_reason_of_a_failed_training_is_the_one_in_its_status(console):
+    Path("order-seed-0").write_text("diverge")
+    only = {"variants": ("noisy",), "seeds": (0,)}
+    assert run_sweep("mini", mini_config(**only), console=console).failed == {"noisy/seed-0": "The loss is not finite."}
+    # The next process fails before it writes a status.
+    Path("order-seed-0").write_text("refuse")
+    again = run_sweep("mini", mini_config(**only, retry_failed=True), console=console)
+    assert again.failed == {"noisy/seed-0": "data is not given: add --data."}
+
+
 @pytest.fixture
 def _late_signals_are_harmless():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -113,12 +124,15 @@ def test_runs_side_by_side_share_the_cores(stand_in, console, monkeypatch):
 def test_gpus_are_dealt_out(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     shared = {"OMP_NUM_THREADS": "4"}
-    assert places(2, "auto", {}) == [{"CUDA_VISIBLE_DEVICES": name, **shared} for name in "0101"]
-    given = {"CUDA_VISIBLE_DEVICES": "5,7", "OMP_NUM_THREADS": "3"}
-    assert places(1, "cuda", given) == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]
-    assert places(4, "cuda:1", {}) == [shared] * 4
-    assert places(1, "cpu", {}) == [{}]
+    assert places(2, "auto") == [{"CUDA_VISIBLE_DEVICES": name, **shared} for name in "0101"]
+    assert places(4, "cuda:1") == [shared] * 4
+    assert places(1, "cpu") == [{}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert places(1, "cuda") == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "7"}]
 
 
 def test_a_dry_run_prints_grid_and_commands_and_estimates_from_measured_steps_or_runs(stand_in, console, monkeypatch):

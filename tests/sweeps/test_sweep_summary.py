@@ -21,10 +21,9 @@ from stop_mim.sweeps.summary import (
 
 # Student's t at 97.5% for 1, 2 and 4 degrees of freedom, from a table.
 T_1, T_2, T_4 = 12.7062, 4.30265, 2.77645
-VALUES = {
-    "fixed": {seed: {"top1": value, "health/A_norm": 2 * value} for seed, value in enumerate((10.0, 12.0, 14.0))},
-    "noisy": {seed: {"top1": value, "health/A_norm": 2 * value} for seed, value in enumerate((13.0, 13.0, 19.0))},
-}
+BY_SEED = {"fixed": (10.0, 12.0, 14.0), "noisy": (13.0, 13.0, 19.0)}
+SCORES = {variant: {seed: {"top1": value} for seed, value in enumerate(own)} for variant, own in BY_SEED.items()}
+HEALTH = {variant: {seed: {"A_norm": 2 * value} for seed, value in enumerate(own)} for variant, own in BY_SEED.items()}
 
 
 @pytest.mark.parametrize(
@@ -52,15 +51,16 @@ def test_few_common_seeds():
 
 
 def test_numbers_that_are_not_finite_are_left_out():
-    broken = {**VALUES, "noisy": {**VALUES["noisy"], 2: {"top1": 19.0, "health/A_norm": math.nan}}}
-    row = compare(broken, "fixed")["noisy"]
-    assert (row["top1"].n, row["health/A_norm"].n) == (3, 2)
+    broken = {**SCORES, "noisy": {**SCORES["noisy"], 2: {"top1": math.nan}}}
+    numbers = compare(broken, "fixed")
+    assert (numbers["fixed"]["top1"].n, numbers["noisy"]["top1"].n) == (3, 2)
 
 
 @pytest.mark.usefixtures("mini")
 def test_files_and_tables_hold_the_same_numbers(console):
     failed = {"noisy/seed-3": "The loss is not finite."}
-    summary = Summary(make_plan("mini", mini_config()), compare(VALUES, "fixed"), failed, ["fixed/seed-4"])
+    numbers = (compare(values, "fixed") for values in (SCORES, HEALTH))
+    summary = Summary(make_plan("mini", mini_config()), *numbers, failed, ["fixed/seed-4"])
     write_summary(Path("out"), summary)
     stored = json.loads(Path("out/summary.json").read_text())
     assert stored == json.loads(json.dumps(as_json(summary)))
@@ -77,6 +77,9 @@ def test_files_and_tables_hold_the_same_numbers(console):
     assert float(rows["noisy", "top1"]["difference"]) == 3.0
     assert float(rows["noisy", "top1"]["high"]) == pytest.approx(7.96833, abs=1e-4)
     assert rows["fixed", "top1"]["difference"] == ""
+    assert (
+        float(rows["noisy", "health/A_norm"]["mean"]) == stored["variants"]["noisy"]["health"]["A_norm"]["mean"] == 30
+    )
     assert "| noisy | 3 | 15.00 ± 3.46 | 30.00 ± 6.93 |" in Path("out/summary.md").read_text()
     assert r"noisy & 3 & +3.00 [-1.97, +7.97] &" in Path("out/summary.tex").read_text()
     show_summary(summary, console)
@@ -91,6 +94,6 @@ def test_a_directory_without_finished_runs_has_an_empty_summary(console):
     config = mini_config()
     plan = make_plan("mini", config)
     found = summarise(plan, list(plan.jobs(config)), {"noisy/seed-1": "It failed."})
-    assert found.scores == {"fixed": {}, "noisy": {}}
+    assert found.scores == found.health == {"fixed": {}, "noisy": {}}
     assert found.unfinished == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-1"]
     show_summary(found, console)

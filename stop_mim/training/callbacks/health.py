@@ -1,8 +1,8 @@
 """Health of a run: a few numbers that show collapse and divergence early, and warnings with a remedy."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -24,26 +24,44 @@ COLLAPSED_RANK = 0.02
 OVERWHELMING_NOISE = 3.0
 
 
+def _sign(label: str, meaning: str = "") -> Any:
+    return field(metadata={"label": label, "meaning": meaning})
+
+
 @dataclass(frozen=True)
 class HealthSigns:
-    """Numbers that the health of a run is judged by."""
+    """Numbers that the health of a run is judged by, each with its label and a short explanation for tables and charts."""
 
-    A_norm: float
-    """Frobenius norm of the projection's weight."""
-    mask_token_norm: float
-    """Norm of the learned vector m̃."""
-    position_norm: float
-    """Root mean square norm of the positions ψ."""
-    noise_to_signal: float
-    """‖A n‖ over ‖ψ‖, both as root mean squares."""
-    feature_std: float
-    """Standard deviation over tokens of the layer-normed features of the saved encoder, averaged over features."""
-    rankme: float
-    """Effective rank of these features (RankMe): the exponential of the entropy of their singular values."""
-    rank_limit: int
-    """The largest possible value of RankMe."""
-    ema_distance: float
+    A_norm: float = _sign("|A|", "Frobenius norm of the projection from encoder to predictor")
+    mask_token_norm: float = _sign("|m̃|", "norm of the mask token")
+    position_norm: float = _sign("|ψ|", "root mean square norm of the positions")
+    noise_to_signal: float = _sign("Noise to signal", "‖A n‖ over ‖ψ‖")
+    """Both norms are root mean squares."""
+    feature_std: float = _sign("Spread of the features", "standard deviation; 0 means collapse")
+    """Over tokens, of the layer-normed features of the saved encoder, averaged over features."""
+    rankme: float = _sign("RankMe", "effective rank of the features; low means collapse")
+    """The exponential of the entropy of the singular values of these features."""
+    rank_limit: int = _sign("RankMe, upper limit")
+    ema_distance: float = _sign("Distance to the target encoder", "relative to the encoder's weights")
     """‖encoder - target‖ over ‖encoder‖; zero without a target encoder."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """One of the health signs: its key in metrics.jsonl, and what people read."""
+
+    key: str
+    label: str
+    meaning: str
+
+
+SIGNS = {one.name: Sign(f"health/{one.name}", **one.metadata) for one in fields(HealthSigns)}
+"""By field of HealthSigns."""
+
+
+def signs_in(measurements: Mapping[str, float]) -> dict[str, float]:
+    """Return the health signs among measurements, such as a line of metrics.jsonl, by field of HealthSigns."""
+    return {name: measurements[sign.key] for name, sign in SIGNS.items() if sign.key in measurements}
 
 
 @torch.no_grad()
@@ -115,8 +133,24 @@ def find_symptoms(signs: HealthSigns, first: HealthSigns) -> dict[str, str]:
     return symptoms
 
 
+class Symptoms:
+    """The symptoms of a run: a warning is given once, and again if the symptom comes back."""
+
+    def __init__(self) -> None:
+        self.first: HealthSigns | None = None
+        self._known: set[str] = set()
+
+    def new_in(self, signs: HealthSigns) -> list[str]:
+        """Return the warnings of symptoms that the previous signs did not have."""
+        self.first = self.first or signs
+        found = find_symptoms(signs, self.first)
+        new = [text for name, text in found.items() if name not in self._known]
+        self._known = set(found)
+        return new
+
+
 class WatchHealth(Callback):
-    """Measures the health signs every `every_steps` steps; warns of a symptom once, and again if it comes back."""
+    """Measures the health signs every `every_steps` steps, and warns of new symptoms."""
 
     name = "health"
 
@@ -124,8 +158,7 @@ class WatchHealth(Callback):
         self.objective, self.every_steps, self.warn = objective, every_steps, warn
         # All processes gather the weights of a sharded model; the main one measures.
         self.on_every_rank = is_sharded(objective)
-        self.first: HealthSigns | None = None
-        self._known: set[str] = set()
+        self.symptoms = Symptoms()
 
     def reads(self, step: int) -> bool:
         return step == 1 or step % self.every_steps == 0
@@ -136,19 +169,17 @@ class WatchHealth(Callback):
         with gathered(self.objective):
             signs = measure_health(self.objective, batch[0][0]) if trainer.ranks.is_main else None
         if signs is not None:
-            trainer.measurements |= {f"health/{name}": value for name, value in asdict(signs).items()}
+            trainer.measurements |= {SIGNS[name].key: value for name, value in asdict(signs).items()}
             self.judge(signs)
 
     def judge(self, signs: HealthSigns) -> None:
         """Warn of new symptoms."""
-        self.first = self.first or signs
-        symptoms = find_symptoms(signs, self.first)
-        for name in symptoms.keys() - self._known:
-            self.warn(symptoms[name])
-        self._known = set(symptoms)
+        for text in self.symptoms.new_in(signs):
+            self.warn(text)
 
     def state(self) -> dict[str, Any]:
-        return {"first": None if self.first is None else asdict(self.first)}
+        first = self.symptoms.first
+        return {"first": None if first is None else asdict(first)}
 
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.first = None if state["first"] is None else HealthSigns(**state["first"])
+        self.symptoms.first = None if state["first"] is None else HealthSigns(**state["first"])

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 
 from stop_mim.errors import first_line, printable
 from stop_mim.tables import as_rate
+from stop_mim.training.callbacks.health import SIGNS
 from stop_mim.training.run_folder import RunFolder, RunState
 from stop_mim.training.step import StepOutcome
 from stop_mim.training.trainer import Callback, Trainer
@@ -26,10 +27,9 @@ SECONDS_BETWEEN_STATUSES = 60.0
 PACE_SECONDS = 300.0
 BAR_WIDTH = 20
 # Measured rarely, and shown with the step at which they were.
+SHOWN_SIGNS = {"rankme": "{:.0f}", "A_norm": "{:.2g}", "mask_token_norm": "{:.2g}"}
 SHOWN_WITH_STEP = {
-    "health/rankme": "RankMe {:.0f}",
-    "health/A_norm": "|A| {:.2g}",
-    "health/mask_token_norm": "|m̃| {:.2g}",
+    **{SIGNS[name].key: f"{SIGNS[name].label} {form}" for name, form in SHOWN_SIGNS.items()},
     "probe/linear_top1": "probe {:.1f}",
     "probe/knn_top1": "kNN {:.1f}",
 }
