@@ -1,11 +1,11 @@
 """JPEGs that are decoded and cut on the GPU, by nvJPEG through torchvision; other images are cut on the CPU."""
 
 import io
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cache, partial
+from itertools import starmap
 
 import PIL.Image
 import torch
@@ -24,7 +24,7 @@ from stop_mim.data.decode import (
     torchvision_operator,
 )
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.lookahead import prefetched
+from stop_mim.data.lookahead import prefetched, taken_ahead
 from stop_mim.data.order import Request
 from stop_mim.data.streamed import READ_TOGETHER, Bad, ImageCutter, ReadImages, as_read
 from stop_mim.errors import InputError, first_line
@@ -33,10 +33,8 @@ from stop_mim.options import Decode
 ENOUGH_WORKERS = 7
 """This many workers decode photographs faster than a GPU that is training a ViT-B/16; see docs/results/performance.md."""
 JPEGS_LOOKED_AT = 64
-MAX_PIXELS = 2**24
-"""Larger images are decoded on the CPU, which can decode them at a fraction of their size."""
 PIXELS_AT_ONCE = 2**24
-"""The most pixels that are decoded, or cut, at once: this bounds the memory."""
+"""The most pixels that are decoded, or cut, at once: this bounds the memory. Images with more are decoded on the CPU."""
 _BATCHES_AHEAD = 3
 _CUT_TOGETHER = READ_TOGETHER // 4
 
@@ -92,14 +90,12 @@ class GpuDecoded:
             yield from made
 
     def _made(self, requests: Iterator[Request], readers: ThreadPoolExecutor) -> Generator[ReadImages, None, None]:
-        opening: deque[tuple[Request, list[Future[list[OpenedImage | None]]]]] = deque()
-        for request in requests:
-            groups = [part.tolist() for part in request.indices.split(READ_TOGETHER)]
-            opening.append((request, [readers.submit(self._open, group) for group in groups]))
-            if len(opening) > _BATCHES_AHEAD:
-                yield self._make(*opening.popleft(), readers)
-        while opening:
-            yield self._make(*opening.popleft(), readers)
+        def start(request: Request) -> tuple[Request, list[Future[list[OpenedImage | None]]]]:
+            groups = request.indices.split(READ_TOGETHER)
+            return request, [readers.submit(self._open, group.tolist()) for group in groups]
+
+        started = taken_ahead(map(start, requests), _BATCHES_AHEAD)
+        yield from starmap(partial(self._make, readers=readers), started)
 
     def _open(self, indices: list[int]) -> list[OpenedImage | None]:
         """Read images; None where the device cannot decode one."""
@@ -157,7 +153,7 @@ class GpuDecoded:
 def suits_gpu(image: OpenedImage) -> bool:
     """Whether nvJPEG may decode an image: a whole file (it would fill the rest with grey) in colour, not too large."""
     height, width = image.size
-    return image.components == 3 and height * width <= MAX_PIXELS and has_end(image.encoded)
+    return image.components == 3 and height * width <= PIXELS_AT_ONCE and has_end(image.encoded)
 
 
 def decode_with_nvjpeg(encoded: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -29,6 +29,16 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
+def taken_ahead(items: Iterable[Item], depth: int) -> Iterator[Item]:
+    """Yield the same items, each after `depth` later ones were taken: what taking an item starts has that long to finish."""
+    taken: deque[Item] = deque()
+    for item in items:
+        taken.append(item)
+        if len(taken) > depth:
+            yield taken.popleft()
+    yield from taken
+
+
 def prefetched(items: Iterator[Item], device: torch.device, depth: int = 0) -> Generator[Item, None, None]:
     """Yield the same items, made on a separate CUDA stream while the consumer's stream works on earlier ones.
 
@@ -49,12 +59,10 @@ def prefetched(items: Iterator[Item], device: torch.device, depth: int = 0) -> G
             return item, None if stream is None else stream.record_event()
 
     maker = ThreadPoolExecutor(1) if depth else None
-    waiting: deque[Future[tuple[object, torch.cuda.Event | None]]] = deque()
+    results = (make if maker is None else maker.submit(make).result for _ in count())
     try:
-        while True:
-            while maker is not None and len(waiting) <= depth:
-                waiting.append(maker.submit(make))
-            item, made = waiting.popleft().result() if maker is not None else make()
+        for result in taken_ahead(results, depth):
+            item, made = result()
             if item is end:
                 return
             if made is not None:
