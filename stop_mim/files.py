@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -118,10 +119,18 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def require_regular(path: Path) -> None:
-    """Raise InputError if there is a pipe, a device or a folder at `path`: reading a pipe may never end."""
-    if path.exists() and not path.is_file():
+def require_regular(path: Path | str) -> os.stat_result | None:
+    """Return the state of a file, None if there is none; a pipe, whose reading may never end, is an InputError.
+
+    So is a device or a folder.
+    """
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(state.st_mode):
         raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
+    return state
 
 
 def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:

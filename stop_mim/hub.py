@@ -91,7 +91,7 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
             ) from error
 
 
-def cached_file(repository: str, name: str) -> Path | None:
+def downloaded_file(repository: str, name: str) -> Path | None:
     """Return a file of a repository in the hub's cache; None if it is not there."""
     import huggingface_hub
 
@@ -112,7 +112,7 @@ def _cached(repository: str, patterns: Sequence[str]) -> Path:
 def _download(repository: str, name: str, sha256: str | None) -> Path:
     import huggingface_hub
 
-    known = cached_file(repository, name)
+    known = downloaded_file(repository, name)
     path = Path(huggingface_hub.hf_hub_download(repository, name, endpoint=endpoint()))
     if sha256 is None or path == known:
         return path

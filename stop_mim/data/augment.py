@@ -315,11 +315,11 @@ class TestView:
         resized = resize(images, size, InterpolationMode(self.interpolation), antialias=True)
         return resized if self.resize_to is None else center_crop(resized, list(self.size))
 
-    def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None) -> Float[Tensor, "b 3 h2 w2"]:
+    def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h2 w2"]:
         """Return the view of whole images."""
-        return self.of_cut(self.cut(images))
+        return self.of_cut(self.cut(images), draws)
 
-    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None) -> Float[Tensor, "b 3 h w"]:
+    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h w"]:
         """Return the view of images that were cut before."""
         return normalise(images, self.mean, self.std)
 

@@ -7,7 +7,6 @@ used files are removed first.
 import errno
 import glob
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, Labels, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
+from stop_mim.files import require_regular
 
 REMOTE_GIB = 50.0
 """Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
@@ -175,14 +175,9 @@ def found_file(name: str) -> DataFile:
 
 
 def file_state(path: Path | str) -> tuple[int, int]:
-    """Return a file's size and time of change; (-1, -1) if it cannot be found. A pipe or a device is an InputError."""
-    try:
-        state = os.stat(path)
-    except OSError:
-        return -1, -1
-    if not stat.S_ISREG(state.st_mode):
-        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
-    return state.st_size, state.st_mtime_ns
+    """Return a file's size and modification time; (-1, -1) if there is none."""
+    state = require_regular(path)
+    return (-1, -1) if state is None else (state.st_size, state.st_mtime_ns)
 
 
 def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:

@@ -22,6 +22,7 @@ HALF_VIEW = 0.31
 NEAREST, FARTHEST = (7.5, 10.5), 14.5
 TEXELS = 128
 CLEAR_FRAMES = 48
+PLACES_TRIED, WALKS_TRIED = 24, 32
 SAMPLES_PER_SIDE = 2
 REFERENCE_SIZE, VISIBLE_PIXELS = 64, 20
 # Scenes are drawn so many at a time; a chunk is a function of the seed and its number.
@@ -276,9 +277,9 @@ def project(layout: Layout, points: Tensor) -> Tensor:
     return torch.stack((right, down), -1) / (forward.clamp(min=0.5) * HALF_VIEW)[..., None]
 
 
-def draw_places(rng: np.random.Generator, layout: Layout, nearest: Tensor, tries: int = 24) -> Tensor:
+def draw_places(rng: np.random.Generator, layout: Layout, nearest: Tensor) -> Tensor:
     """Centres, object by object: the first of some random spots that is clear on the ground and in the picture."""
-    n, k = layout.solids.shape
+    (n, k), tries = layout.solids.shape, PLACES_TRIED
     distances = nearest[:, None, None] + uniform(rng, 0.02, 1.0, n, k, tries) * (FARTHEST - nearest)[:, None, None]
     distances[:, 0] = nearest[:, None]
     reach = layout.extents[..., 0]
@@ -305,9 +306,9 @@ def fold(values: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     return low + torch.minimum(phase, 2 * span - phase)
 
 
-def draw_walks(rng: np.random.Generator, layout: Layout, frames: int, tries: int = 32) -> Tensor:
+def draw_walks(rng: np.random.Generator, layout: Layout, frames: int) -> Tensor:
     """Centres (frames, k, 3): of some random walks the first in which nothing counted runs into another."""
-    k, time = layout.solids.shape[1], torch.arange(max(frames, CLEAR_FRAMES))[:, None]
+    k, time, tries = layout.solids.shape[1], torch.arange(max(frames, CLEAR_FRAMES))[:, None], WALKS_TRIED
     shape, side = (tries, 1, k), torch.from_numpy(rng.choice(np.array([-1.0, 1.0], np.float32), (2, tries, 1, k)))
     edge = HALF_VIEW - 0.9 * layout.extents[..., 0] / 8
     bearings = uniform(rng, -1.0, 1.0, *shape) * edge + side[0] * uniform(rng, 0.004, 0.016, *shape) * time
