@@ -1,4 +1,4 @@
-"""JPEGs that are decoded and cut on the GPU, by nvJPEG through torchvision; other images are cut on the CPU."""
+"""JPEGs decoded on the GPU by torchvision's nvJPEG and cut there; other images are decoded and cut on the CPU."""
 
 import io
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -45,7 +45,7 @@ GpuDecoder = Callable[[list[Tensor]], list[Tensor]]
 def find_gpu_decoder(
     source: ImageSource, view: View, device: torch.device, wanted: Decode, workers: int
 ) -> tuple[GpuDecoder | None, str]:
-    """Return the decoder if the JPEGs of a source are to be decoded on the GPU; else None and what prevents it."""
+    """Return the decoder for the JPEGs of a source on the GPU; if there is none, None and the reason."""
     enough = wanted == "auto" and workers >= ENOUGH_WORKERS
     if wanted == "cpu" or enough or isinstance(view, TestView) or view.retouch is not None:
         return None, ""
@@ -63,7 +63,7 @@ def find_gpu_decoder(
 
 
 def are_jpegs(source: ImageSource) -> bool:
-    """Whether most images of a source are usual JPEGs, judged by up to 64 evenly spread ones."""
+    """Whether most images of a source are usual JPEGs, judged by about 64 of them."""
     near = len(source) if source.blocks is None else int(source.blocks[0])
     looked_at = range(0, near, max(1, near // JPEGS_LOOKED_AT))
     found = 0
@@ -82,7 +82,7 @@ class GpuDecoded:
         self.description = f"streaming: {images}, decoded on {device}, read by {self.threads} threads"
 
     def read(self, requests: Iterator[Request]) -> Generator[ReadImages, None, None]:
-        """Yield the images of each request, made ahead of use."""
+        """Yield the images of each request, decoded ahead of use."""
         with (
             ThreadPoolExecutor(self.threads, "read") as readers,
             closing(prefetched(self._made(requests, readers), self.device, _BATCHES_AHEAD)) as made,
@@ -151,7 +151,7 @@ class GpuDecoded:
 
 
 def suits_gpu(image: OpenedImage) -> bool:
-    """Whether nvJPEG may decode an image: a whole file (it would fill the rest with grey) in colour, not too large."""
+    """Whether nvJPEG may decode an image: in colour, not too large, and complete (missing parts would become grey)."""
     height, width = image.size
     return image.components == 3 and height * width <= PIXELS_AT_ONCE and has_end(image.encoded)
 
@@ -224,7 +224,7 @@ def _stack(images: Sequence[Tensor], boxes: Sequence[Box]) -> tuple[Tensor, Tens
     if len({image.shape for image in images}) == 1:
         return torch.stack(list(images)), torch.tensor(boxes)
     height, width = max(box[2] for box in boxes), max(box[3] for box in boxes)
-    # Not filled outside of the crops: what is outside of a box has no weight.
+    # Pixels outside a box have no weight and stay uninitialised.
     canvas = images[0].new_empty(len(images), 3, height, width)
     for place, (image, (top, left, tall, wide)) in enumerate(zip(images, boxes, strict=True)):
         canvas[place, :, :tall, :wide] = image[:, top : top + tall, left : left + wide]
