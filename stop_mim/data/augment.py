@@ -240,7 +240,9 @@ class RandomCrop:
     def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h2 w2"]:
         """Return the view of whole images."""
         count, _, height, width = images.shape
-        boxes = self.boxes(_repeat_size((height, width), count, images.device), draws)
+        # Filled on the device, as in `_per_channel`.
+        sizes = torch.stack([torch.full((count,), side, device=images.device) for side in (height, width)], dim=1)
+        boxes = self.boxes(sizes, draws)
         flip = _choose(self.config.flip_probability, draws[:, _FLIP])
         crops = crop_and_resize(images, boxes, self.size, flip, self.interpolation)
         return self._recolour(crops.div_(255), draws)
@@ -333,10 +335,6 @@ def _between(bounds: Bounds, chances: Float[Tensor, "*shape"]) -> Float[Tensor, 
 
 def _choose(probability: float, chances: Float[Tensor, " b"]) -> Bool[Tensor, " b"] | None:
     return chances < probability if probability > 0 else None
-
-
-def _repeat_size(size: tuple[int, int], count: int, device: torch.device) -> Int[Tensor, "b 2"]:
-    return torch.stack([torch.full((count,), length, device=device) for length in size], dim=1)
 
 
 def _per_image(values: Tensor) -> Tensor:

@@ -33,19 +33,17 @@ def initialise(objective: Objective, name: str | Path, warn: Callable[[str], Non
     path, part, kind, _ = locate(name)
     match kind:
         case "run" | "checkpoint" if part is None:
-            return _from_checkpoint(objective, path if kind == "checkpoint" else _newest(path))
+            checkpoint = path if kind == "checkpoint" else RunFolder(path).newest_checkpoint()
+            if checkpoint is None:
+                raise InputError(
+                    f"{path} has no checkpoint: name {path / ENCODER_FILE} to start from its encoder alone."
+                )
+            return _from_checkpoint(objective, checkpoint)
         case "pickle" if part is None and is_release(contents := read_pickle(path)):
             if hint := _hint_about_release(objective.positions, path):
                 warn(hint)
             return _from_release(objective, contents, path)
     return _from_encoder(objective, name)
-
-
-def _newest(run: Path) -> Path:
-    newest = RunFolder(run).newest_checkpoint()
-    if newest is None:
-        raise InputError(f"{run} has no checkpoint: name {run / ENCODER_FILE} to start from its encoder alone.")
-    return newest
 
 
 def _from_checkpoint(objective: Objective, path: Path) -> str:
