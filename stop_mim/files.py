@@ -1,9 +1,10 @@
-"""Files that are either complete or not there, and locks between processes."""
+"""Atomic writes, checks of paths, and locks between processes."""
 
 import errno
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -36,7 +37,7 @@ def require_writable(name: str, path: Path, remedy: str = "name a file in a fold
 
 
 def why_not_written(folder: Path) -> str:
-    """Return the system's reason why no file can be made in a folder, which is created; "" if one can."""
+    """Create a folder; return why no file can be written in it, or "" if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -46,10 +47,10 @@ def why_not_written(folder: Path) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file (or a folder of files) in a temporary folder next to `path`, then move it to `path` in one step.
+    """Call `write(temporary path)` to make a file or a folder, then move it to `path` in one step.
 
-    A link stays, and its target is written; a device or a pipe is never replaced by a file. When this returns, file and name
-    are on the disk. A full disk is an OSError, also where safetensors writes.
+    A link is kept and its target is written; a device or a pipe is never replaced by a file. The file and its name are synced
+    to the disk. A full disk is an OSError, also if safetensors writes the file.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -67,7 +68,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             if part.is_file():
                 with part.open("rb+") as file:
                     os.fsync(file.fileno())
-            # The files of some libraries are for their owner alone; others may read ours, as far as the umask allows.
+            # Some libraries write files that only their owner can read; ours have the permissions of the umask.
             part.chmod((0o777 if part.is_dir() else 0o666) & ~umask)
         draft.replace(path)
         sync_folder(path.parent)
@@ -108,8 +109,8 @@ def failures_as_oserror(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the names in a folder to the disk: without it a renamed file may be lost with the power."""
-    # Some file systems, and Windows, have no such thing.
+    """Sync a folder to the disk, so that a renamed file survives a power failure."""
+    # Windows and some file systems cannot do this.
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -118,10 +119,18 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def require_regular(path: Path) -> None:
-    """Raise InputError if there is a pipe, a device or a folder at `path`: reading a pipe may never end."""
-    if path.exists() and not path.is_file():
+def require_regular(path: Path | str) -> os.stat_result | None:
+    """Return the state of a file, or None if there is none.
+
+    A pipe, a device or a folder is an InputError: reading from a pipe may never end.
+    """
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(state.st_mode):
         raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
+    return state
 
 
 def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
@@ -141,12 +150,12 @@ def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], 
 
 
 def remove_temporaries(folder: Path, names: Iterable[str], older_than_s: float = 0) -> None:
-    """Remove what `write_atomically` left in a folder because the process was killed.
+    """Remove the temporary files of killed processes that were in `write_atomically`.
 
     Args:
         folder: the folder.
         names: names of the files that were written, or glob patterns of them.
-        older_than_s: age of what is removed; without a lock, another process may be writing what is younger.
+        older_than_s: keep younger files, which another process may still be writing if there is no lock.
     """
     for temporary in [found for name in names for found in folder.glob(f".{name}.????????")]:
         with suppress(OSError):
@@ -155,7 +164,7 @@ def remove_temporaries(folder: Path, names: Iterable[str], older_than_s: float =
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory, if it is there."""
+    """Remove a file or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -164,15 +173,15 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock file `path`, which is removed in the end; yields False if another process holds it.
+    """Hold the lock file `path` and remove it at the end; yield False if another process holds it.
 
-    With `wait`, waits for the other process. A process that dies releases its locks, and its children never hold them. Where
-    a file system has no locks, every process gets them.
+    With `wait`, wait for the other process. A process that dies releases its locks, and its children do not inherit them. On a
+    file system without locks, every process gets the lock.
     """
     while True:
         with path.open("ab") as file:
             is_ours = _lock(file, wait)
-            # Its last holder may have removed the file after it was opened here, and another process made a new one.
+            # After the file was opened here, its holder may have removed it, and another process created a new one.
             is_current = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
             if wait and not is_current:
                 continue

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: files that are checked by their sha256, and no minute of retries where it cannot be reached."""
+"""Downloads from the Hugging Face hub, with checksums; without a connection, its cache is used at once."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ def endpoint() -> str:
 
 
 def is_reachable() -> bool:
-    """Whether the hub answers; behind a proxy this cannot be known, and is assumed."""
+    """Whether the hub can be reached; behind a proxy this is assumed."""
     address = urllib.parse.urlsplit(endpoint())
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return False
@@ -37,10 +37,10 @@ def is_reachable() -> bool:
 
 @contextmanager
 def hub_or_cache(name: str) -> Iterator[bool]:
-    """Let libraries use the hub's cache alone where the hub cannot be reached; yields whether it can.
+    """Make libraries use only the hub's cache if the hub cannot be reached; yield whether it can.
 
     Args:
-        name: what is loaded; where neither hub nor cache has it, an InputError says so.
+        name: what is loaded, for the error if it is not cached and the hub cannot be reached.
     """
     from huggingface_hub import constants
 
@@ -59,13 +59,13 @@ def hub_or_cache(name: str) -> Iterator[bool]:
 
 
 def fetch(repository: str, patterns: Sequence[str]) -> Path:
-    """Return the folder of a repository's files in the hub's cache; what is missing there is downloaded.
+    """Return the folder of a repository in the hub's cache; missing files are downloaded.
 
-    A file that is stored as a large one (LFS) must have the sha256 that the hub lists for it.
+    The sha256 of large files (LFS) is checked.
 
     Args:
         repository: OWNER/NAME.
-        patterns: names of files, which must be there, and glob patterns of files that may be.
+        patterns: names of required files, and glob patterns of optional ones.
     """
     import huggingface_hub
 
@@ -77,7 +77,7 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
             files = [one for one in info.siblings or [] if any(fnmatch(one.rfilename, p) for p in patterns)]
             names = {one.rfilename for one in files}
             if missing := [pattern for pattern in patterns if "*" not in pattern and pattern not in names]:
-                raise InputError(f"{repository} on the hub has no file {missing[0]}: its authors may have moved it.")
+                raise InputError(f"{repository} on the hub has no file {missing[0]}: check whether it was moved.")
             for one in files:
                 path = _download(repository, one.rfilename, one.lfs.sha256 if one.lfs else None)
             return path.parents[one.rfilename.count("/")]
@@ -91,8 +91,8 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
             ) from error
 
 
-def cached_file(repository: str, name: str) -> Path | None:
-    """Return a file of a repository in the hub's cache; None if it is not there."""
+def downloaded_file(repository: str, name: str) -> Path | None:
+    """Return a file of a repository from the hub's cache; None if it was not downloaded."""
     import huggingface_hub
 
     found = huggingface_hub.try_to_load_from_cache(repository, name)
@@ -112,7 +112,7 @@ def _cached(repository: str, patterns: Sequence[str]) -> Path:
 def _download(repository: str, name: str, sha256: str | None) -> Path:
     import huggingface_hub
 
-    known = cached_file(repository, name)
+    known = downloaded_file(repository, name)
     path = Path(huggingface_hub.hf_hub_download(repository, name, endpoint=endpoint()))
     if sha256 is None or path == known:
         return path

@@ -1,4 +1,4 @@
-"""Records in JSON files, read with one schema: the types of dataclasses. What does not fit is an InputError with its place."""
+"""JSON files read into dataclasses by their types; a value that does not fit is an InputError with its path."""
 
 import dataclasses
 import difflib
@@ -13,13 +13,13 @@ from typing import Any, Literal
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import require_regular, write_atomically
 
-# Whole numbers beyond these fit neither tensors nor seeds.
+# Larger integers fit neither tensors nor seeds.
 MOST = 2**63 - 1
 SHOWN = 40
 
 
 def read_record(path: Path, kind: Any, remedy: str) -> Any:
-    """Return the contents of a JSON file as a value of that type; anything else is an InputError with path and remedy."""
+    """Read a JSON file as a value of type `kind`; raise InputError with path and remedy if it does not fit."""
     require_regular(path)
     try:
         return from_plain(kind, json.loads(path.read_bytes()))
@@ -35,14 +35,14 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:
-    """Return what JSON or YAML stores as a value of a type.
+    """Convert plain values, as read from JSON or YAML, to a type.
 
     Args:
-        kind: a dataclass, or a type as dataclasses annotate their fields with.
+        kind: a dataclass, or a type of a dataclass field.
         value: plain values; lists become tuples where the type is one, whole numbers become floats, and so do texts such as
             1e-3, which YAML does not read as a number.
         name: the value's name in errors, such as optim.lr.
-        base: an instance of the dataclass whose fields are kept where the value has none; default: the type's defaults.
+        base: an instance of the dataclass that provides missing fields; default: the defaults of the type.
     """
     if typing.get_origin(kind) is typing.Annotated:
         kind = typing.get_args(kind)[0]
@@ -92,7 +92,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
             return from_plain(kind, value, name)
         except InputError as error:
             errors.append(error)
-    # The first type is the one that matters in "float | None".
+    # The error for the first type, such as float in "float | None".
     raise errors[0]
 
 

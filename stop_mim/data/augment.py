@@ -1,7 +1,7 @@
-"""Views: crops and colours of an image, by random draws that are a function of (seed, epoch, image).
+"""Views: random crops and colours, or the centre crop of evaluation. Random draws are a function of (seed, epoch, image).
 
-Everything works on whole batches on any device and never waits for the device: shapes do not depend on data. Each step
-equals torchvision's on one image.
+Everything works on batches on any device and never waits for the device, because shapes do not depend on data. Each
+transform equals torchvision's on one image.
 """
 
 import math
@@ -23,7 +23,7 @@ from stop_mim.seeds import derive_seed
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 STORED_TO_USED = 8 / 7
-"""Images are stored, or resized for a centre crop, this much larger than they are used, as 256 is to 224."""
+"""Ratio of the size at which images are stored, or resized before a centre crop, to the size of the crop: 256 / 224."""
 
 Pixels = Float[Tensor, "b c h w"] | UInt8[Tensor, "b c h w"]
 Draws = Float64[Tensor, "b draws"]
@@ -31,9 +31,9 @@ Bounds = tuple[float, float]
 ChannelValues = tuple[float, float, float]
 Interpolation = Literal["bilinear", "bicubic"]
 Retouch = Callable[[UInt8[Tensor, "h w 3"], int], UInt8[Tensor, "h w 3"]]
-"""Changes one cut image by random numbers of a seed, on the CPU; can be pickled."""
+"""Changes one cropped image on the CPU, with the random numbers of a seed; can be pickled."""
 
-# The columns of the draws of an image: two for each attempt to crop, then one each.
+# The columns of an image's draws: two for each attempt to crop, then one for each name here.
 _ATTEMPTS = 10
 _TOP, _LEFT, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _GREY, _BLUR, _BLUR_SIGMA = range(20, 31)
 N_DRAWS = 32
@@ -66,7 +66,7 @@ def crop_boxes(sizes: Int[Tensor, "b 2"], draws: Draws, scale: Bounds, ratio: Bo
     fits = ((candidates >= 1) & (candidates <= known[:, None])).all(dim=2)
     first = fits.to(torch.uint8).argmax(dim=1)
     crops = candidates.take_along_dim(first[:, None, None], dim=1)[:, 0]
-    # A product may round up to the bound itself, which would put the crop one pixel outside.
+    # The product may round up to the bound, which would place the crop one pixel outside.
     corners = torch.minimum((draws[:, _TOP : _LEFT + 1] * (known - crops + 1)).floor(), known - crops)
     heights, widths = known.unbind(1)
     central = torch.stack([widths / ratio[0], heights * ratio[1]], dim=1).round().minimum(known).clamp(min=1)
@@ -104,7 +104,7 @@ def _resize_weights(
     centres = (torch.arange(out_length, device=spans.device) + 0.5) * step
     if flip is not None:
         centres = torch.where(flip[:, None], centres.flip(1), centres)
-    # Shrinking widens the filter so that it covers all that falls into one output pixel.
+    # When shrinking, the filter covers all input pixels of an output pixel.
     width = step.clamp(min=1)[:, :, None]
     positions = torch.arange(length, device=spans.device) - start
     inside = (positions >= 0) & (positions < extent)
@@ -125,9 +125,9 @@ def _apply_separable(
     images: Pixels, rows: Float[Tensor, "b h2 h"], columns: Float[Tensor, "b w2 w"]
 ) -> Float[Tensor, "b c h2 w2"]:
     batch, channels, height, width = images.shape
-    # With channels next to columns, both products are plain batched ones and no matrix is copied per channel.
+    # With channels next to columns, both are plain batched products, without a copy of the weights per channel.
     lines = images.permute(0, 2, 1, 3).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    # Under autocast the products would keep eight bits, as few as the pixels have.
+    # In bf16 (autocast) the products would keep only 8 bits.
     with torch.autocast(images.device.type, enabled=False):
         tall = rows @ lines.view(batch, height, channels * width)
         wide = tall.view(batch, rows.shape[1] * channels, width) @ columns.mT
@@ -150,7 +150,7 @@ def gaussian_blur(images: Float[Tensor, "b c h w"], sigmas: Float[Tensor, " b"])
 def _blur_weights(sigmas: Float[Tensor, " b"], length: int) -> Float[Tensor, "b length length"]:
     taps = blur_kernel_size(length)
     offsets = torch.arange(taps, device=sigmas.device) - taps // 2
-    # The bound only keeps a sigma of 0 from dividing 0 by 0: its result is thrown away.
+    # The bound avoids 0 / 0 for a sigma of 0, whose result is not used.
     kernels = (-0.5 * (offsets / sigmas.clamp(min=1e-6)[:, None]).square()).softmax(dim=1)
     # Blurring every unit vector gives the matrix of the blur, borders included.
     units = torch.eye(length, device=sigmas.device)[None]
@@ -191,7 +191,7 @@ def _shift_hue(images: Float[Tensor, "b 3 h w"], turns: Float[Tensor, " b"]) -> 
     from_red, from_green, from_blue = (green - blue) / span, (blue - red) / span + 2, (red - green) / span + 4
     sextant = torch.where(value == red, from_red, torch.where(value == green, from_green, from_blue))
     sextant = sextant + 6 * _per_image(turns)
-    # A channel is darkest, by the chroma, over a third of the wheel, and red, green and blue are a third apart.
+    # Each channel is at its minimum over a third of the colour wheel; the channels are a third apart.
     wheel = torch.cat([sextant + 5, sextant + 3, sextant + 1], dim=1).remainder_(6)
     return value - chroma * torch.minimum(wheel, 4 - wheel).clamp_(0, 1)
 
@@ -217,7 +217,7 @@ def resize_batch(images: UInt8[Tensor, "b 3 h w"], size: tuple[int, int]) -> UIn
 
 @dataclass(eq=False)
 class RandomCrop:
-    """Random resized crop, flip, colour jitter, grey, blur; a stage of probability 0 is left out.
+    """Random resized crop, flip, colour jitter, grey, blur; a stage of probability 0 is skipped.
 
     The order of the jitter is fixed (torchvision shuffles it): drawing it on the device would mean computing every order.
     """
@@ -228,25 +228,27 @@ class RandomCrop:
     std: ChannelValues = IMAGENET_STD
     interpolation: Interpolation = "bilinear"
     retouch: Retouch | None = None
-    """What else happens to a cut image, before the flip; such images are streamed and decoded by workers."""
+    """Applied to the cropped image before the flip; such images are always streamed and decoded by workers."""
 
     def __post_init__(self) -> None:
         _check_size(self.size)
 
     def boxes(self, sizes: Int[Tensor, "b 2"], draws: Draws) -> Int[Tensor, "b 4"]:
-        """Return the part that is seen of images of these sizes."""
+        """Return the random crop of images of these sizes."""
         return crop_boxes(sizes, draws, self.config.crop_scale, self.config.crop_ratio)
 
     def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h2 w2"]:
         """Return the view of whole images."""
         count, _, height, width = images.shape
-        boxes = self.boxes(_repeat_size((height, width), count, images.device), draws)
+        # Filled on the device, as in `_per_channel`.
+        sizes = torch.stack([torch.full((count,), side, device=images.device) for side in (height, width)], dim=1)
+        boxes = self.boxes(sizes, draws)
         flip = _choose(self.config.flip_probability, draws[:, _FLIP])
         crops = crop_and_resize(images, boxes, self.size, flip, self.interpolation)
         return self._recolour(crops.div_(255), draws)
 
     def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h w"]:
-        """Return the view of images whose boxes were cut and resized before."""
+        """Return the view of images that are already cropped and resized."""
         flip = _choose(self.config.flip_probability, draws[:, _FLIP])
         if flip is not None:
             images = torch.where(_per_image(flip), images.flip(3), images)
@@ -256,7 +258,7 @@ class RandomCrop:
         config = self.config
         jittered = _choose(config.jitter_probability, draws[:, _JITTER])
         if jittered is not None:
-            # A hue shifted by 0 comes back rounded, so images that are not chosen must be kept aside.
+            # Even a hue shift of 0 rounds the values, so images that are not chosen keep their own.
             images = torch.where(_per_image(jittered), self._jitter(images, draws), images)
         grey = _choose(config.grey_probability, draws[:, _GREY])
         if grey is not None:
@@ -315,12 +317,12 @@ class TestView:
         resized = resize(images, size, InterpolationMode(self.interpolation), antialias=True)
         return resized if self.resize_to is None else center_crop(resized, list(self.size))
 
-    def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None) -> Float[Tensor, "b 3 h2 w2"]:
+    def of_whole(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h2 w2"]:
         """Return the view of whole images."""
-        return self.of_cut(self.cut(images))
+        return self.of_cut(self.cut(images), draws)
 
-    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws | None = None) -> Float[Tensor, "b 3 h w"]:
-        """Return the view of images that were cut before."""
+    def of_cut(self, images: UInt8[Tensor, "b 3 h w"], draws: Draws) -> Float[Tensor, "b 3 h w"]:
+        """Return the view of images that are already cropped and resized."""
         return normalise(images, self.mean, self.std)
 
 
@@ -335,16 +337,12 @@ def _choose(probability: float, chances: Float[Tensor, " b"]) -> Bool[Tensor, " 
     return chances < probability if probability > 0 else None
 
 
-def _repeat_size(size: tuple[int, int], count: int, device: torch.device) -> Int[Tensor, "b 2"]:
-    return torch.stack([torch.full((count,), length, device=device) for length in size], dim=1)
-
-
 def _per_image(values: Tensor) -> Tensor:
     return values[:, None, None, None]
 
 
 def _per_channel(values: Sequence[float], device: torch.device) -> Float[Tensor, "c 1 1"]:
-    # Filled on the device: a tensor made from a list is copied there, and the host would wait for the copy.
+    # Filled on the device: a tensor made from a list is copied to it, and the host waits for the copy.
     return torch.cat([torch.full((1, 1, 1), value, device=device) for value in values])
 
 

@@ -1,8 +1,8 @@
 """`Batches`: the only way images reach a device, for training, probes, features and scores.
 
-A source has the images, an order says which of them make a batch, a view what is shown of them, and a placement where they
-are kept and decoded: resident in memory (stored.py), streamed by worker processes (streamed.py), or streamed and decoded on
-the GPU (gpu_decode.py).
+A source holds the images, an order selects the images of each batch, a view crops and augments them, and a placement says
+where they are kept and decoded: resident in memory (stored.py), streamed by worker processes (streamed.py), or streamed and
+decoded on the GPU (gpu_decode.py).
 """
 
 import os
@@ -30,7 +30,7 @@ RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 
 
 class Batch(NamedTuple):
-    """Images on the device, normalised; their labels, where there are any, on the device; their positions in the source."""
+    """Normalised images and their labels, if any, on the device, and the positions of the images in the source."""
 
     images: Float[Tensor, "batch 3 height width"]
     labels: Int[Tensor, " batch"] | None
@@ -44,23 +44,23 @@ class Placement:
     mode: LoaderMode = "auto"
     """resident: images of one size, decoded once into memory; streaming: decoded at every use; auto: resident if they fit."""
     decode: Decode = "auto"
-    """Where streamed JPEGs are decoded; both see the same crops, whose pixels differ by a decoder's rounding."""
+    """Where streamed JPEGs are decoded. CPU and GPU show the same crops; pixels differ by the rounding of the decoders."""
     workers: int = 2
     processes_on_host: int = 1
     stored_view: TestView | None = None
-    """Resident images are stored through this view, which gives them one size; None: as they are."""
+    """Resident images are resized to one size by this view before they are stored; None stores them unchanged."""
 
 
 class Batches:
-    """Batches of a source on a device, from any batch on.
+    """Batches of a source on a device; iteration can start at any batch.
 
     All random draws of a view are a function of (seed, epoch, image). An image that cannot be read is left out of its
     batch; with `replace_bad` the next good image takes its place.
 
     Args:
         labels: a label for each image of the source.
-        bad_images: where bad images are counted; too many of them raise InputError.
-        progress: shows the decoding of resident images, which happens here.
+        bad_images: counts bad images and raises InputError if there are too many.
+        progress: shows the progress of decoding resident images, which happens in the constructor.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Batches:
         }
 
     def starting_at(self, batch: int = 0) -> Generator[Batch, None, None]:
-        """Yield batches, beginning with the one of that number; close the generator to end its workers early."""
+        """Yield batches, starting with this number; close the generator to stop its workers early."""
         numbers = count(batch) if self.order.length is None else range(batch, self.order.length)
         requests = (Request(self.order.epoch_of(number), self.order.indices(number)) for number in numbers)
         if self.source.blocks is not None:
@@ -104,7 +104,7 @@ class Batches:
                 yield Batch(show(pixels, draw(self.seed, epoch, on_device)), labels, indices)
 
     def _resident(self, placement: Placement, progress: Progress | None, replace_bad: bool) -> Resident | None:
-        """Decode all images if they are to stay in memory; return None if they are to be streamed."""
+        """Decode all images into memory; return None if they are streamed instead."""
         if placement.mode == "streaming" or self.view.retouch is not None:
             return None
         view, images = placement.stored_view, self.order.images
@@ -116,7 +116,7 @@ class Batches:
         try:
             stored = store_images(self.source, np.unique(images), size, placement.workers, progress, view)
         except MixedSizes:
-            # Not all sizes were looked at.
+            # `common_size` looks at some of the images only.
             if placement.mode == "resident":
                 raise
             return None
@@ -126,9 +126,9 @@ class Batches:
         return Resident(self.source, stored, images, self.device, self.order.batch_size, budget, replace_bad)
 
     def _fits(self, placement: Placement, size: tuple[int, int] | None) -> bool:
-        """Whether images of this size are worth keeping in memory.
+        """Whether images of this size fit into memory.
 
-        For one pass that is so only if they are in memory already or belong in the cache of decoded images.
+        For a single pass, images are kept only if they are already in memory or belong in the cache of decoded images.
         """
         if size is None:
             return False
@@ -146,7 +146,7 @@ class Batches:
 
 
 def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
-    """Return the bytes of images that may stay in the memory of this device."""
+    """Return how many bytes of images may stay in the memory of this device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * RESIDENT_PART_OF_GPU)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

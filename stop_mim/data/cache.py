@@ -1,7 +1,7 @@
-"""The disk cache: files that can be made again.
+"""The disk cache, for files that can be made again.
 
-A name holds a key of all that the contents depend on. A file is written by one process, while others wait for it, and it is
-complete if it exists.
+The name of a file contains a key of everything that its contents depend on. One process writes a file while others wait; a
+file that exists is complete.
 """
 
 import math
@@ -19,7 +19,7 @@ class CacheError(InputError):
 
 
 def cached_file(name: str, write: Callable[[Path], object]) -> Path:
-    """Return the file (or folder) of that name in the cache; `write` makes it, at the path that it is given, if it is missing.
+    """Return the cached file (or folder) of this name; if it is missing, `write(path)` makes it.
 
     Raises:
         CacheError: the file cannot be written.
@@ -40,7 +40,7 @@ def cached_file(name: str, write: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn every failure to read a cached file, as after a crash of the disk, into an InputError that names it."""
+    """Turn any failure to read a cached file into an InputError that names the file."""
     try:
         yield
     # Each file format has its own exceptions.
@@ -59,7 +59,7 @@ def download_folder() -> Path:
 
 
 def require_writable_cache(folder: Path) -> None:
-    """Raise CacheError if nothing can be written in a folder of the cache; for use before long work."""
+    """Raise CacheError if a folder of the cache cannot be written; for use before long work."""
     if refusal := why_not_written(folder):
         raise _not_written(folder, refusal)
 
@@ -71,12 +71,12 @@ def _not_written(folder: Path, reason: str) -> CacheError:
 
 
 def gib_from(variable: str, default: float) -> int:
-    """Return a limit in bytes that an environment variable gives in GiB; 0 keeps nothing."""
+    """Read a limit in GiB from an environment variable and return it in bytes."""
     given = os.environ.get(variable) or str(default)
     try:
         limit = float(given)
     except ValueError:
         limit = math.nan
     if not 0 <= limit < math.inf:
-        raise InputError(f"{variable} is '{given}': give a number of GiB; 0 keeps nothing.")
+        raise InputError(f"{variable} is '{given}': give a number of GiB, 0 or more.")
     return int(limit * 2**30)

@@ -1,13 +1,12 @@
 """Files that hold many images each, at paths or at URLs (http, s3, gs and others that fsspec knows).
 
-A file at a URL is fetched as a whole into a bounded part of the cache when one of its images is needed; the least recently
-used files are removed first.
+When an image of a file at a URL is needed, the whole file is downloaded into the cache. Beyond a limit of size, the least
+recently used files are removed.
 """
 
 import errno
 import glob
 import os
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -23,15 +22,16 @@ from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, Labels, digest
 from stop_mim.data.order import BLOCKS_AHEAD, BLOCKS_TOGETHER
 from stop_mim.errors import InputError, MissingExtra, first_line
+from stop_mim.files import require_regular
 
 REMOTE_GIB = 50.0
-"""Files that are kept in the cache, in GiB, unless STOP_MIM_REMOTE_GIB says otherwise."""
+"""The most GiB of downloaded files in the cache, unless STOP_MIM_REMOTE_GIB is set."""
 BLOCKS_KEPT = 2 * BLOCKS_TOGETHER + BLOCKS_AHEAD
-"""Files that are always kept: the ones in use, the ones fetched ahead, and some more."""
+"""This many files are always kept: those in use, those fetched ahead, and some more."""
 ATTEMPTS = 4
-# What a store calls the version of a file; the first that it has.
+# Names of a file's version in different stores; the first one found is used.
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
-# Bytes that a fingerprint depends on: places in a file, and all places together.
+# A fingerprint reads bytes at this many places: of a file, and of all files together.
 SAMPLES_A_FILE, SAMPLES, BYTES_A_SAMPLE = 64, 4096, 4096
 
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ def is_url(name: str) -> bool:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file at a path or a URL as it was when the data were opened: its size, and its time of change or version."""
+    """A file at a path or a URL, with the size and the modification time (or version) that it had when it was opened."""
 
     name: str
     size: int | None
@@ -71,7 +71,7 @@ class DataFile:
                     yield file.read(BYTES_A_SAMPLE)
 
     def open(self) -> Any:
-        """Open the file; of one at a URL, ranges are read as they are needed."""
+        """Open the file; from a URL, only the ranges that are read are transferred."""
         if not self.is_remote:
             return open(self.name, "rb")
         system, path = _file_system(self.name)
@@ -85,7 +85,7 @@ class DataFile:
             raise changed(self)
 
     def converted(self, ending: str, write: Callable[[Path], None]) -> Path:
-        """Return the file of the cache that `write` makes of this one."""
+        """Return the cached file that `write(path)` makes from this one."""
 
         def convert(draft: Path) -> None:
             attempted(self.name, partial(write, draft))
@@ -100,7 +100,7 @@ class DataFile:
         return path
 
     def fetched(self, ending: str) -> Path:
-        """Return the file on this machine."""
+        """Return a local path; a file at a URL is downloaded first."""
 
         def fetch(draft: Path) -> None:
             system, path = _file_system(self.name)
@@ -110,7 +110,7 @@ class DataFile:
 
 
 class FilesSource(ImageSource):
-    """The images of some files, one file after the other; files at URLs are blocks, which are read as a whole."""
+    """The images of several files, one file after the other; a file at a URL is a block, which is downloaded as a whole."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class FilesSource(ImageSource):
         return int(self._ends[-1])
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the number of the file that holds an image, and the place in it."""
+        """Return the number of the file that contains an image, and the image's place in it."""
         file = int(np.searchsorted(self._ends, index, side="right"))
         return file, index - (int(self._ends[file - 1]) if file else 0)
 
@@ -144,7 +144,7 @@ def matching_paths(pattern: str) -> list[str]:
 
 
 def find_files(patterns: Iterable[str]) -> list[DataFile]:
-    """Return the files that paths or URLs name, each of which may be a glob."""
+    """Return the files of paths or URLs, which may be globs."""
     return [found_file(name) for pattern in patterns for name in _expanded(pattern)]
 
 
@@ -175,23 +175,18 @@ def found_file(name: str) -> DataFile:
 
 
 def file_state(path: Path | str) -> tuple[int, int]:
-    """Return a file's size and time of change; (-1, -1) if it cannot be found. A pipe or a device is an InputError."""
-    try:
-        state = os.stat(path)
-    except OSError:
-        return -1, -1
-    if not stat.S_ISREG(state.st_mode):
-        raise InputError(f"{path} cannot be read: it is a pipe, a device or a folder; give a file.")
-    return state.st_size, state.st_mtime_ns
+    """Return a file's size and modification time; (-1, -1) if there is none."""
+    state = require_regular(path)
+    return (-1, -1) if state is None else (state.st_size, state.st_mtime_ns)
 
 
 def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:
-    """Return bytes of a file; raise BadImage of that name, or InputError if the file is not what it was before.
+    """Return bytes of a file; raise BadImage if they cannot be read, InputError if the file has changed.
 
     Args:
         path: the file.
-        name: of the image in it.
-        before: the state of the file when the data were opened; None if it may change.
+        name: the image's name in errors.
+        before: the result of `file_state` when the data were opened; None if the file may change.
         offset: of the first byte.
         size: number of bytes; default: all.
     """
@@ -199,7 +194,7 @@ def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offse
         with open(path, "rb", buffering=0) as file:
             file.seek(offset)
             content = file.read(size)
-            # After the bytes were read, so that a file that is being written is noticed too.
+            # After reading, so that a file that is being written is noticed too.
             state = os.fstat(file.fileno())
     except OSError as error:
         if isinstance(error, FileNotFoundError) and before not in (None, (-1, -1)):
@@ -218,7 +213,7 @@ def changed(file: object, how: str = "changed") -> InputError:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL; a forked process needs its own, which fsspec sees to."""
+    """Return fsspec's file system of a URL; fsspec makes a new one in a forked process."""
     try:
         import fsspec
 
@@ -232,7 +227,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def attempted(name: str, work: Callable[[], Result]) -> Result:
-    """Return the result of `work` on a file; if the store or the network of a URL fails, it is tried again."""
+    """Return `work()`, which reads a file; for a URL, failures of the store or the network are retried."""
     for attempt in range(ATTEMPTS):
         try:
             return work()
@@ -240,7 +235,7 @@ def attempted(name: str, work: Callable[[], Result]) -> Result:
             raise
         # Each store, and each kind of damaged file, has its own exceptions.
         except Exception as error:
-            # Over http any failure is a file that is not found; its cause has the status.
+            # Over http, fsspec reports any failure as FileNotFoundError; its cause has the status.
             if isinstance(error, FileNotFoundError) and getattr(error.__cause__, "status", 404) == 404:
                 raise InputError(f"There is no file {name}: check the name.") from error
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
@@ -249,7 +244,7 @@ def attempted(name: str, work: Callable[[], Result]) -> Result:
             if not is_url(name):
                 raise InputError(f"{reason}: give a whole file.") from error
             if attempt == ATTEMPTS - 1:
-                raise InputError(f"{reason}: check the network and your rights; a run can be resumed then.") from error
+                raise InputError(f"{reason}: check the network and your permissions; a run can be resumed.") from error
             time.sleep(2**attempt / 2)
     raise AssertionError
 

@@ -33,7 +33,7 @@ IMAGE_EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif",
 SHRINKS = (8, 4)
 """Factors at which libjpeg decodes a smaller image; smaller factors take as long as the whole image."""
 
-# Named, because Pillow would otherwise also try formats that run other programs (EPS).
+# Given explicitly, because Pillow would also try formats that run other programs (EPS).
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _PILLOW_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 AS_RGB = 3  # torchvision's ImageReadMode.RGB
@@ -145,7 +145,7 @@ def rgb_pixels(image: PIL.Image.Image) -> UInt8[Tensor, "3 height width"]:
 
 
 def quieten_pillow() -> None:
-    """Ignore the warnings of Pillow from now on: what they say becomes a BadImage or does not matter."""
+    """Ignore Pillow's warnings from now on: what matters becomes a BadImage."""
     # A permanent filter: catch_warnings is not thread-safe.
     if _PILLOW_WARNINGS not in warnings.filters:
         warnings.filterwarnings("ignore", module=_PILLOW_WARNINGS[3].pattern)
@@ -226,11 +226,11 @@ def _exif_orientation(encoded_exif: bytes | None) -> int:
         exif.load(encoded_exif)
         return int(exif.get(ExifTags.Base.Orientation, 1))
     except Exception:
-        return 1  # A broken note on the image does not make a bad image.
+        return 1  # Broken EXIF data do not make an image bad.
 
 
 def jpeg_header(encoded: bytes) -> tuple[int, int, int] | None:
-    """Return (height, width, components) of a usual JPEG; None for what Pillow has to decode, damaged files included.
+    """Return (height, width, components) of a usual JPEG; None for files that Pillow has to decode, or damaged ones.
 
     Usual means Huffman-coded with eight bits a sample, one component (grey) or three (colour), and upright.
     """
@@ -259,7 +259,7 @@ def jpeg_header(encoded: bytes) -> tuple[int, int, int] | None:
 
 
 def has_end(encoded: bytes) -> bool:
-    """Whether a JPEG ends as it should."""
+    """Whether a JPEG has its end marker."""
     return encoded.rstrip(b"\0").endswith(b"\xff\xd9")
 
 
@@ -270,7 +270,7 @@ def as_tensor(encoded: bytes) -> UInt8[Tensor, " n"]:
 
 def _decode_usual_jpeg(encoded: bytes) -> UInt8[Tensor, "height width 3"] | None:
     decode = torchvision_operator("decode_jpeg")
-    # Where torchvision fails it leaks memory, so that it is not asked to decode files that were cut off.
+    # torchvision leaks memory when it fails, so truncated files are left to Pillow.
     if decode is None or not has_end(encoded):
         return None
     try:
@@ -282,7 +282,7 @@ def _decode_usual_jpeg(encoded: bytes) -> UInt8[Tensor, "height width 3"] | None
 @cache
 def torchvision_operator(name: str) -> Callable[..., Any] | None:
     """Return a decoder of torchvision; None if it was built without."""
-    # The function around the operator, which announces its removal at each call, costs half as much as a small image.
+    # The public function warns of its deprecation at each call, which takes half as long as decoding a small image.
     try:
         importlib.import_module("torchvision.io")
         return getattr(torch.ops.image, name)

@@ -1,11 +1,11 @@
-"""JPEGs that are decoded and cut on the GPU, by nvJPEG through torchvision; other images are cut on the CPU."""
+"""JPEGs decoded on the GPU by torchvision's nvJPEG and cut there; other images are decoded and cut on the CPU."""
 
 import io
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cache, partial
+from itertools import starmap
 
 import PIL.Image
 import torch
@@ -24,7 +24,7 @@ from stop_mim.data.decode import (
     torchvision_operator,
 )
 from stop_mim.data.image_source import ImageSource
-from stop_mim.data.lookahead import prefetched
+from stop_mim.data.lookahead import prefetched, taken_ahead
 from stop_mim.data.order import Request
 from stop_mim.data.streamed import READ_TOGETHER, Bad, ImageCutter, ReadImages, as_read
 from stop_mim.errors import InputError, first_line
@@ -33,10 +33,8 @@ from stop_mim.options import Decode
 ENOUGH_WORKERS = 7
 """This many workers decode photographs faster than a GPU that is training a ViT-B/16; see docs/results/performance.md."""
 JPEGS_LOOKED_AT = 64
-MAX_PIXELS = 2**24
-"""Larger images are decoded on the CPU, which can decode them at a fraction of their size."""
 PIXELS_AT_ONCE = 2**24
-"""The most pixels that are decoded, or cut, at once: this bounds the memory."""
+"""The most pixels that are decoded, or cut, at once: this bounds the memory. Images with more are decoded on the CPU."""
 _BATCHES_AHEAD = 3
 _CUT_TOGETHER = READ_TOGETHER // 4
 
@@ -47,7 +45,7 @@ GpuDecoder = Callable[[list[Tensor]], list[Tensor]]
 def find_gpu_decoder(
     source: ImageSource, view: View, device: torch.device, wanted: Decode, workers: int
 ) -> tuple[GpuDecoder | None, str]:
-    """Return the decoder if the JPEGs of a source are to be decoded on the GPU; else None and what prevents it."""
+    """Return the decoder for the JPEGs of a source on the GPU; if there is none, None and the reason."""
     enough = wanted == "auto" and workers >= ENOUGH_WORKERS
     if wanted == "cpu" or enough or isinstance(view, TestView) or view.retouch is not None:
         return None, ""
@@ -65,7 +63,7 @@ def find_gpu_decoder(
 
 
 def are_jpegs(source: ImageSource) -> bool:
-    """Whether most images of a source are usual JPEGs, judged by up to 64 evenly spread ones."""
+    """Whether most images of a source are usual JPEGs, judged by about 64 of them."""
     near = len(source) if source.blocks is None else int(source.blocks[0])
     looked_at = range(0, near, max(1, near // JPEGS_LOOKED_AT))
     found = 0
@@ -84,7 +82,7 @@ class GpuDecoded:
         self.description = f"streaming: {images}, decoded on {device}, read by {self.threads} threads"
 
     def read(self, requests: Iterator[Request]) -> Generator[ReadImages, None, None]:
-        """Yield the images of each request, made ahead of use."""
+        """Yield the images of each request, decoded ahead of use."""
         with (
             ThreadPoolExecutor(self.threads, "read") as readers,
             closing(prefetched(self._made(requests, readers), self.device, _BATCHES_AHEAD)) as made,
@@ -92,14 +90,12 @@ class GpuDecoded:
             yield from made
 
     def _made(self, requests: Iterator[Request], readers: ThreadPoolExecutor) -> Generator[ReadImages, None, None]:
-        opening: deque[tuple[Request, list[Future[list[OpenedImage | None]]]]] = deque()
-        for request in requests:
-            groups = [part.tolist() for part in request.indices.split(READ_TOGETHER)]
-            opening.append((request, [readers.submit(self._open, group) for group in groups]))
-            if len(opening) > _BATCHES_AHEAD:
-                yield self._make(*opening.popleft(), readers)
-        while opening:
-            yield self._make(*opening.popleft(), readers)
+        def start(request: Request) -> tuple[Request, list[Future[list[OpenedImage | None]]]]:
+            groups = request.indices.split(READ_TOGETHER)
+            return request, [readers.submit(self._open, group.tolist()) for group in groups]
+
+        started = taken_ahead(map(start, requests), _BATCHES_AHEAD)
+        yield from starmap(partial(self._make, readers=readers), started)
 
     def _open(self, indices: list[int]) -> list[OpenedImage | None]:
         """Read images; None where the device cannot decode one."""
@@ -157,9 +153,9 @@ class GpuDecoded:
 
 
 def suits_gpu(image: OpenedImage) -> bool:
-    """Whether nvJPEG may decode an image: a whole file (it would fill the rest with grey) in colour, not too large."""
+    """Whether nvJPEG may decode an image: in colour, not too large, and complete (missing parts would become grey)."""
     height, width = image.size
-    return image.components == 3 and height * width <= MAX_PIXELS and has_end(image.encoded)
+    return image.components == 3 and height * width <= PIXELS_AT_ONCE and has_end(image.encoded)
 
 
 def decode_with_nvjpeg(encoded: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -230,7 +226,7 @@ def _stack(images: Sequence[Tensor], boxes: Sequence[Box]) -> tuple[Tensor, Tens
     if len({image.shape for image in images}) == 1:
         return torch.stack(list(images)), torch.tensor(boxes)
     height, width = max(box[2] for box in boxes), max(box[3] for box in boxes)
-    # Not filled outside of the crops: what is outside of a box has no weight.
+    # Pixels outside a box have no weight and stay uninitialised.
     canvas = images[0].new_empty(len(images), 3, height, width)
     for place, (image, (top, left, tall, wide)) in enumerate(zip(images, boxes, strict=True)):
         canvas[place, :, :tall, :wide] = image[:, top : top + tall, left : left + wide]

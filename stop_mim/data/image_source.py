@@ -1,4 +1,4 @@
-"""The base class of all datasets of images, and the record of images that cannot be read."""
+"""The base class of all image datasets, and the list of images that cannot be read."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -32,11 +32,11 @@ class ImageSource(ABC):
     layout = ""
     """Name of the published layout that the data have, such as "places205"; "" if none."""
     ignored: Mapping[str, int] = {}
-    """What was left out: the number of files by extension, or by a description."""
+    """Number of files that are not used, by extension or description."""
     blocks: Int[np.ndarray, " blocks"] | None = None
-    """The end of each block that is fetched as a whole, for remote images; None if any image can be read directly."""
+    """End index of each block of remote images, which is fetched as a whole; None if images can be read one by one."""
     no_labels = ""
-    """Why the images have no labels, where that needs a reason."""
+    """Why the images have no labels, if that needs an explanation."""
 
     def __init__(self, name: str, labels: Labels | None = None, class_names: tuple[str, ...] = ()) -> None:
         self.name, self.class_names = name, class_names
@@ -46,7 +46,7 @@ class ImageSource(ABC):
     def __len__(self) -> int: ...
 
     def describe(self, index: int) -> str:
-        """Where the image is stored, for a list of bad images."""
+        """Where the image is stored, for errors and the list of bad images."""
         return f"{self.name}#{index}"
 
     @abstractmethod
@@ -54,7 +54,7 @@ class ImageSource(ABC):
         """A short hexadecimal name of the contents: it changes when the data change.
 
         Args:
-            times: False gives a copy of the data the same name: times of files do not count, and more bytes are read.
+            times: False ignores modification times and reads more bytes, so that a copy of the data has the same name.
         """
 
     def image_name(self, index: int) -> str:
@@ -88,7 +88,7 @@ class ImageSource(ABC):
         return image_size(encoded, self.describe(index))
 
     def open(self, index: int) -> OpenedImage:
-        """The image with its size, not yet decoded if it is a usual JPEG; raises BadImage."""
+        """The image with its size; a usual JPEG is decoded later. Raises BadImage."""
         encoded = self.encoded(index)
         if encoded is None:
             return OpenedImage.of_pixels(self.read(index).permute(1, 2, 0))
@@ -156,7 +156,7 @@ class BadImages:
         source_name: the dataset.
         total: its number of images.
         file: the list of bad images, one a line.
-        max_fraction: the fraction of bad images above which they are taken for a mistake; default: 1%.
+        max_fraction: a larger fraction of bad images is an InputError; default: 1%.
         show: shows a message for each of the first bad images.
     """
 
@@ -192,13 +192,13 @@ class BadImages:
             enough = min(100, 100 * len(self._known) // self.total + 1)
             raise InputError(
                 f"{len(self._known)} of the {self.total} images of '{self.source_name}' cannot be used{listed}, such as "
-                f"{line}: more than {100 * self.max_fraction:g}% is taken for a mistake; repair or remove them, or start "
-                f"a run that allows more with --max-bad {enough}%."
+                f"{line}: more than {100 * self.max_fraction:g}% is an error; repair or remove them, or start a run that "
+                f"allows more with --max-bad {enough}%."
             )
 
 
 def skipped(unreadable: int, ignored: Mapping[str, int]) -> str:
-    """Return what was left out of a dataset, such as "1 unreadable; ignored: 2 .png.bak, 1 .txt"; "" if nothing was."""
+    """Describe the files of a dataset that are not used: "1 unreadable; ignored: 2 .png.bak, 1 .txt"; "" if there are none."""
     kinds = sorted(ignored.items(), key=lambda kind: (-kind[1], kind[0]))
     files = ", ".join(f"{count:,} {kind or 'without extension'}" for kind, count in kinds)
     photos = " and ".join(kind for kind, _ in kinds if kind in UNREAD_PHOTOS)

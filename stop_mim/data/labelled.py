@@ -51,7 +51,7 @@ class LabelledSet:
 
 
 def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[LabelledSet, LabelledSet]:
-    """Split off a part, of every class alike; an image of each class always remains. Returns the rest and the part."""
+    """Split off a part with the same fraction of each class, leaving at least one image a class; return (rest, part)."""
     classes = data.classes
     shuffled = torch.randperm(len(data), generator=seeded_generator("cpu", seed, "held out")).numpy()
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
@@ -59,7 +59,7 @@ def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[Labe
     may_go = by_class[~first_of_class]
     count = min(most, max(1, round(part * len(data))), len(may_go))
     if not count:
-        raise InputError(f"'{data.source.name}' has one image a class: with more of them, some can be held out.")
+        raise InputError(f"'{data.source.name}' has one image a class, so none can be held out: add images.")
     # Evenly spaced in the order of classes, so that each class gives in proportion to its images.
     held = may_go[((np.arange(count) + 0.5) * len(may_go) / count).astype(int)]
     remains = np.setdiff1d(np.arange(len(data)), held)
@@ -74,7 +74,7 @@ def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
     append ("n01440764_10026_n01440764.JPEG"). Blank lines and lines that begin with # are skipped.
     """
     lines = _read_lines(path)
-    # Only the names that a line may mean: the others are millions.
+    # Only names that match a line are kept: a dataset may have millions.
     by_name: dict[str, list[int]] = {line: [] for line in lines}
     by_stem: dict[str, list[int]] = {_stem(line): [] for line in lines}
     for index in range(len(source)):
@@ -134,7 +134,7 @@ def _draw(labels: np.ndarray, wanted: Callable[[int, int], int], seed: int, draw
     classes, starts = np.unique(labels[order], return_index=True)
     chosen = []
     for label, members in zip(classes.tolist(), np.split(order, starts[1:]), strict=True):
-        # A stream for each class: what is drawn from one does not depend on the others.
+        # A generator for each class: what is drawn from one does not depend on the others.
         generator = seeded_generator("cpu", seed, "images of a class", draw, label)
         shuffled = members[torch.randperm(len(members), generator=generator).numpy()]
         chosen.append(shuffled[: wanted(label, len(members))])

@@ -1,4 +1,4 @@
-"""Work that is done ahead of its use: on another CUDA stream, in a thread, or in worker processes."""
+"""Work done ahead of its use: on another CUDA stream, in a thread, or in worker processes."""
 
 import atexit
 import signal
@@ -29,11 +29,21 @@ Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
+def taken_ahead(items: Iterable[Item], depth: int) -> Iterator[Item]:
+    """Yield the same items, each after `depth` later ones were taken: what taking an item starts has that long to finish."""
+    taken: deque[Item] = deque()
+    for item in items:
+        taken.append(item)
+        if len(taken) > depth:
+            yield taken.popleft()
+    yield from taken
+
+
 def prefetched(items: Iterator[Item], device: torch.device, depth: int = 0) -> Generator[Item, None, None]:
     """Yield the same items, made on a separate CUDA stream while the consumer's stream works on earlier ones.
 
     The tensors of an item (in tuples, lists and dataclasses) are handed over to the stream that is current when it is
-    taken. With a `depth`, a thread makes that many items before they are asked for.
+    taken. With a `depth`, a thread makes up to that many items ahead.
     """
     if device.type != "cuda" and not depth:
         yield from items
@@ -49,12 +59,10 @@ def prefetched(items: Iterator[Item], device: torch.device, depth: int = 0) -> G
             return item, None if stream is None else stream.record_event()
 
     maker = ThreadPoolExecutor(1) if depth else None
-    waiting: deque[Future[tuple[object, torch.cuda.Event | None]]] = deque()
+    results = (make if maker is None else maker.submit(make).result for _ in count())
     try:
-        while True:
-            while maker is not None and len(waiting) <= depth:
-                waiting.append(maker.submit(make))
-            item, made = waiting.popleft().result() if maker is not None else make()
+        for result in taken_ahead(results, depth):
+            item, made = result()
             if item is end:
                 return
             if made is not None:
@@ -62,7 +70,7 @@ def prefetched(items: Iterator[Item], device: torch.device, depth: int = 0) -> G
                 consumer.wait_event(made)
                 for tensor in _tensors(item):
                     if tensor.is_cuda:
-                        # Or its memory would be given to the next item while it is still read.
+                        # Otherwise its memory could be given to the next item while it is still read.
                         tensor.record_stream(consumer)
             yield cast(Item, item)
     finally:
@@ -108,7 +116,7 @@ def fetched(
     try:
         for request in requests:
             blocks = set(np.searchsorted(ends, request.indices.numpy(), side="right").tolist())
-            # More blocks than are kept must never be waited for.
+            # Waiting requests must not need more blocks than the cache keeps.
             while waiting and len(blocks.union(*(one for _, one, _ in waiting))) > BLOCKS_AHEAD:
                 yield first()
             waiting.append((request, blocks, fetcher.submit(fetch_all, sorted(blocks))))
@@ -133,7 +141,7 @@ class Slots:
         self._locked = False
         self._copied: list[torch.cuda.Event | None] = [None] * count
         if device.type == "cuda":
-            # Page-locked memory is copied to the GPU in the background; where that is refused, the copy only takes longer.
+            # Page-locked memory is copied to the GPU in the background; if locking fails, copies only take longer.
             refusal = torch.cuda.cudart().cudaHostRegister(self.pixels.data_ptr(), self.pixels.numel(), 0)
             self._locked = int(refusal) == 0
             if not self._locked:
@@ -169,9 +177,9 @@ def mapped(
 ) -> Generator[Result, None, None]:
     """Yield `work(request)` in the order of the requests, computed by processes; with 0 workers by this process.
 
-    At most `ahead` requests are taken before their turn. Each worker has its own pipe and takes every n-th request, so that
-    no lock is shared. Ctrl-C and other signals reach the whole process group: workers ignore them, and end when this
-    process closes the generator, exits or dies.
+    At most `ahead` requests are sent before their results are needed. Each worker has its own pipe and takes every n-th
+    request, so that no lock is shared. Ctrl-C and other signals reach the whole process group: workers ignore them, and end
+    when this process closes the generator, exits or dies.
     """
     if not workers:
         yield from map(work, requests)
@@ -249,7 +257,7 @@ def _serve(work: Callable[[Any], Any], pipe: connection.Connection, others: list
     while pipe in connection.wait([pipe, *ends]):
         try:
             request = pipe.recv()
-        # The second, if the parent was killed before it had read all answers.
+        # ConnectionResetError: the parent was killed before it had read all answers.
         except (EOFError, ConnectionResetError):
             return
         try:
@@ -262,5 +270,5 @@ def _serve(work: Callable[[Any], Any], pipe: connection.Connection, others: list
         except (BrokenPipeError, ConnectionResetError):
             return
         except Exception as error:
-            # What cannot be pickled.
+            # The answer cannot be pickled.
             pipe.send((False, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]} ({error})")))

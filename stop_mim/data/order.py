@@ -1,4 +1,4 @@
-"""Which images are in which batch: a pure function of the batch's number, so that any batch can be the first."""
+"""Which images are in which batch: a pure function of the batch number, so that iteration can start anywhere."""
 
 from typing import NamedTuple
 
@@ -31,14 +31,14 @@ class ShuffledOrder:
         images: the number of images of the source, or the positions of the images to visit.
         batch_size: images a batch on one rank.
         batches_per_step: batches that make one step (gradient accumulation); an epoch is a whole number of steps.
-        drop_last: leave out the rest of an epoch. Otherwise the rest is the last batch; where it would leave a rank with
-            too few images, it joins the batch before.
+        drop_last: drop the incomplete last batch of an epoch. Otherwise it is kept, or, if a rank would get too few
+            images, joined to the batch before.
         blocks: the end of each block of the source, where images must be read block by block: the blocks are shuffled, and
             the images of about 16 successive blocks are mixed.
     """
 
     length: int | None = None
-    """Batches in all; None if there is no end."""
+    """Number of batches; None if endless."""
 
     def __init__(
         self,

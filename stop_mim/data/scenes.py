@@ -1,7 +1,7 @@
-"""Procedural scenes: their layouts, drawn from random numbers, and the rendering of layouts to images and masks by ray casting.
+"""Procedural scenes: random layouts, rendered to images and masks by ray casting.
 
-Large tensors see only +, -, *, / and sqrt, which round alike in every vector lane and thread: a scene's bytes therefore
-depend neither on the batch that it is rendered in nor on the number of threads.
+On large tensors only +, -, *, / and sqrt are used, which round in the same way in every vector lane and thread: the bytes of a
+scene depend neither on the batch that it is rendered in nor on the number of threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,10 @@ HALF_VIEW = 0.31
 NEAREST, FARTHEST = (7.5, 10.5), 14.5
 TEXELS = 128
 CLEAR_FRAMES = 48
+PLACES_TRIED, WALKS_TRIED = 24, 32
 SAMPLES_PER_SIDE = 2
 REFERENCE_SIZE, VISIBLE_PIXELS = 64, 20
-# Scenes are drawn so many at a time; a chunk is a function of the seed and its number.
+# Scenes are drawn in chunks of this many; a chunk is a function of the seed and its number.
 CHUNK = 16
 RAYS_AT_ONCE = 1 << 17
 STILLS, VIDEOS = 0, 1
@@ -56,7 +57,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Layout:
-    """What stands where, under which light, seen from where: all that a picture of any size is rendered from."""
+    """Objects, lights and camera of scenes; images of any size are rendered from it."""
 
     counts: Int64[Tensor, " n"]
     solids: Int64[Tensor, "n k"]
@@ -77,7 +78,7 @@ class Layout:
     texture_steps: Float32[Tensor, "n 2"]
 
     def pick(self, scenes: Int64[Tensor, " m"]) -> "Layout":
-        """Only these scenes, in this order; one may be asked for many times."""
+        """Return these scenes, in this order; a scene may be repeated."""
         return Layout(**{field.name: getattr(self, field.name)[scenes] for field in fields(self)})
 
 
@@ -93,7 +94,7 @@ class Scenes:
 
 def render_scenes(count: int, size: int = 64, seed: int = 0, first: int = 0) -> Scenes:
     """Return scenes number `first` to `first + count` of the endless sequence of the seed."""
-    # Filled in place, so that nothing is held twice.
+    # Filled in place, so that no second copy is in memory.
     whole = Scenes(
         images=torch.empty(count, 3, size, size, dtype=torch.uint8),
         masks=torch.empty(count, size, size, dtype=torch.uint8),
@@ -131,7 +132,7 @@ def _groups(count: int, size: int) -> tuple[Int64[Tensor, " _"], ...]:
 
 
 def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return the results in order, one item a thread: torch's own threads wait for one another after every operation."""
+    """Return the results in order, computed one item a thread: torch's own threads synchronise after every operation."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -141,7 +142,7 @@ def _in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[R
 
 
 def _draw_chunk(seed: int, chunk: int) -> Layout:
-    """Return the scenes of one chunk; where an object is hidden only the places are drawn again, and labels stay."""
+    """Return the scenes of one chunk; if an object is hidden, only places are drawn again, and labels do not change."""
     rng = np.random.default_rng([seed, STILLS, chunk])
     counts = torch.from_numpy(rng.integers(FEWEST_OBJECTS, MOST_OBJECTS + 1, CHUNK))
     nearest = uniform(rng, *NEAREST, CHUNK)
@@ -205,7 +206,7 @@ def _draw_textures(rng: np.random.Generator, n: int) -> Float32[Tensor, "n texel
 
 
 def turns(yaws: Float32[Tensor, "n k"]) -> Float32[Tensor, "n k 2"]:
-    """Cosines and sines; by way of float64, as float32 ones may differ in the last bit with the tensor's length."""
+    """Cosines and sines, computed in float64: in float32 the last bit may depend on the tensor's length."""
     return torch.stack((yaws.double().cos(), yaws.double().sin()), -1).float()
 
 
@@ -220,7 +221,7 @@ def _draw_axes(pitch: Tensor, yaw: Tensor, roll: Tensor) -> Float32[Tensor, "n 3
 
 
 def draw_layout(rng: np.random.Generator, n: int) -> Layout:
-    """Everything but the counts and places: all ten objects are drawn, so nothing here can tell the count."""
+    """Draw everything but counts and places; all ten objects are drawn, so that nothing here depends on the count."""
     k = MOST_OBJECTS
     solids = torch.from_numpy(rng.integers(0, len(SOLIDS), (n, k)))
     size, stretch = uniform(rng, 0.45, 0.9, n, k), uniform(rng, 0.0, 1.0, n, k)
@@ -255,7 +256,7 @@ def draw_layout(rng: np.random.Generator, n: int) -> Layout:
 
 
 def _stand(layout: Layout, distances: Tensor, bearings: Tensor) -> Tensor:
-    """Where each object's centre is when it stands on the ground at a distance from the eye and off its middle."""
+    """Return the centres of objects that stand on the ground at these distances and bearings from the camera."""
     height = layout.extents[..., 2].reshape(*layout.extents.shape[:2], *[1] * (distances.ndim - 2))
     drop = layout.eyes[:, 2].reshape(-1, *[1] * (distances.ndim - 1)) - height
     along = (distances**2 - drop**2).sqrt()
@@ -263,22 +264,22 @@ def _stand(layout: Layout, distances: Tensor, bearings: Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor, axis: int = 0) -> Tensor:
-    """Return the dot products along an axis of length three, summed in one order whatever the shape."""
+    """Return the dot products along an axis of length three; the order of the sum does not depend on the shape."""
     x, y, z = (a * b).unbind(axis)
     return x + y + z
 
 
 def project(layout: Layout, points: Tensor) -> Tensor:
-    """Points (n, ..., 3) to picture coordinates (n, ..., 2), both from -1 to 1 within the picture."""
+    """Project points (n, ..., 3) to image coordinates (n, ..., 2), which are -1 to 1 inside the image."""
     middle = [1] * (points.ndim - 2)
     seen = points - layout.eyes.reshape(-1, *middle, 3)
     right, down, forward = (dot(seen, axis.reshape(-1, *middle, 3), axis=-1) for axis in layout.axes.unbind(1))
     return torch.stack((right, down), -1) / (forward.clamp(min=0.5) * HALF_VIEW)[..., None]
 
 
-def draw_places(rng: np.random.Generator, layout: Layout, nearest: Tensor, tries: int = 24) -> Tensor:
-    """Centres, object by object: the first of some random spots that is clear on the ground and in the picture."""
-    n, k = layout.solids.shape
+def draw_places(rng: np.random.Generator, layout: Layout, nearest: Tensor) -> Tensor:
+    """Draw the centres of objects in turn: the first of several random spots that is free on the ground and in the image."""
+    (n, k), tries = layout.solids.shape, PLACES_TRIED
     distances = nearest[:, None, None] + uniform(rng, 0.02, 1.0, n, k, tries) * (FARTHEST - nearest)[:, None, None]
     distances[:, 0] = nearest[:, None]
     reach = layout.extents[..., 0]
@@ -299,15 +300,15 @@ def draw_places(rng: np.random.Generator, layout: Layout, nearest: Tensor, tries
 
 
 def fold(values: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """Walks that turn back at both ends."""
+    """Reflect values at both bounds, so that a walk turns back there."""
     span = high - low
     phase = (values - low) % (2 * span)
     return low + torch.minimum(phase, 2 * span - phase)
 
 
-def draw_walks(rng: np.random.Generator, layout: Layout, frames: int, tries: int = 32) -> Tensor:
-    """Centres (frames, k, 3): of some random walks the first in which nothing counted runs into another."""
-    k, time = layout.solids.shape[1], torch.arange(max(frames, CLEAR_FRAMES))[:, None]
+def draw_walks(rng: np.random.Generator, layout: Layout, frames: int) -> Tensor:
+    """Draw centres (frames, k, 3): the first of several random walks in which counted objects do not collide."""
+    k, time, tries = layout.solids.shape[1], torch.arange(max(frames, CLEAR_FRAMES))[:, None], WALKS_TRIED
     shape, side = (tries, 1, k), torch.from_numpy(rng.choice(np.array([-1.0, 1.0], np.float32), (2, tries, 1, k)))
     edge = HALF_VIEW - 0.9 * layout.extents[..., 0] / 8
     bearings = uniform(rng, -1.0, 1.0, *shape) * edge + side[0] * uniform(rng, 0.004, 0.016, *shape) * time
@@ -323,7 +324,7 @@ def draw_walks(rng: np.random.Generator, layout: Layout, frames: int, tries: int
 
 
 class Hits(NamedTuple):
-    """The rays that meet an object, and what each meets first."""
+    """The rays that hit an object, and what each hits first."""
 
     rays: Int64[Tensor, " hits"]
     objects: Int64[Tensor, " hits"]
@@ -358,7 +359,7 @@ def _box_corners(layout: Layout, widening: float) -> Float32[Tensor, "n k 8 3"]:
 
 
 def _pairs(layout: Layout, points: Float32[Tensor, "n k corners 3"], side: int) -> tuple[Tensor, Tensor]:
-    """(object, ray) for all rays within the picture rectangle around each counted object's points."""
+    """Return (objects, rays) for all rays inside the bounding box of each counted object's points in the image."""
     n, k = layout.solids.shape
     pixels = ((project(layout, points) + 1) * (side / 2)).clamp(0, side)
     low, high = pixels.amin(2).floor().long(), pixels.amax(2).ceil().long()
@@ -381,9 +382,9 @@ def _to_object(layout: Layout, objects: Tensor, vectors: Float32[Tensor, "3 p"])
 
 
 def _pierce(layout: Layout, objects: Tensor, origins: Tensor, directions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where lines enter and leave their objects, and through which face they enter: 0 is the curved one.
+    """Return where lines enter and leave their objects, and through which face they enter: 0 is the curved one.
 
-    The cone's quadric needs lines less steep than its flank: the camera's and the light's elevations see to that.
+    The cone's quadric needs lines less steep than its side, which the elevations of camera and light guarantee.
     """
     o = _to_object(layout, objects, origins - _of(layout.centres.flatten(0, 1), objects))
     d, solids = _to_object(layout, objects, directions), layout.solids.flatten().index_select(0, objects)
@@ -421,7 +422,7 @@ def _normals(layout: Layout, objects: Tensor, points: Tensor, face: Tensor) -> F
 
 
 def _cast(layout: Layout, rays: Float32[Tensor, "3 rays"], side: int) -> Hits:
-    """The first object along each ray; integer keys of depth and object make equal depths a tie with one winner."""
+    """Return the first object along each ray; integer keys of depth and object break ties between equal depths."""
     objects, pixels = _pairs(layout, _box_corners(layout, 1.0), side)
     origins = _of(layout.eyes, objects // layout.solids.shape[1])
     enter, leave, face = _pierce(layout, objects, origins, rays.index_select(1, pixels))
@@ -434,9 +435,9 @@ def _cast(layout: Layout, rays: Float32[Tensor, "3 rays"], side: int) -> Hits:
 
 
 def _shadow(layout: Layout, points: Tensor, owners: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """How much of the sun, and by contact of the sky, the objects keep from each point, 0 to 1.
+    """Return how much of the sun (shadow) and of the sky (contact) the objects hide from each point, 0 to 1.
 
-    A shadow is as deep as the way through the object is long: that softens its rim.
+    A shadow is darker the longer the path through the object is, which softens its edge.
     """
     k, corners = layout.solids.shape[1], _box_corners(layout, 1.0)
     fallen = corners - (layout.to_light / layout.to_light[:, 2:])[:, None, None] * corners[..., 2:]
@@ -458,7 +459,7 @@ def _shadow(layout: Layout, points: Tensor, owners: Tensor, side: int) -> tuple[
 
 
 def _ground(layout: Layout, points: Float32[Tensor, "3 n rays"], distances: Tensor) -> Float32[Tensor, "3 n rays"]:
-    """The ground's colours: two, mixed by the texture, whose contrast fades where a texel is finer than a ray."""
+    """Return the ground's colours, two mixed by the texture; its contrast fades where texels are finer than rays."""
     along, across = _planes(layout.texture_steps)
     column, row = points[0] * along - points[1] * across, points[0] * across + points[1] * along
     left, top = column.floor(), row.floor()
@@ -481,7 +482,7 @@ def _ground(layout: Layout, points: Float32[Tensor, "3 n rays"], distances: Tens
 def _shade(
     layout: Layout, hits: Hits, rays: Tensor, points: Tensor, shadow: Tensor, contact: Tensor
 ) -> Float32[Tensor, "3 hits"]:
-    """The colours of the objects: diffuse, mirroring sky and ground as far as glossy, with a highlight."""
+    """Return the colours of the objects: diffuse light, reflections of sky and ground by gloss, and a highlight."""
     scenes, view = hits.objects // layout.solids.shape[1], -rays.index_select(1, hits.rays)
     normals = _normals(layout, hits.objects, points.index_select(1, hits.rays), hits.faces)
     to_light, sun, ambient = (_of(of, scenes) for of in (layout.to_light, layout.sun, layout.ambient))
@@ -500,7 +501,7 @@ def _shade(
 
 
 def render(layout: Layout, size: int) -> tuple[UInt8[Tensor, "n 3 size size"], UInt8[Tensor, "n size size"]]:
-    """Pictures and masks: a pixel is the mean of its samples, its mask their lower median."""
+    """Return images and masks: a pixel is the mean of its samples, a mask their lower median."""
     (n, k), side = layout.solids.shape, size * SAMPLES_PER_SIDE
     rays = _rays(layout, side)
     hits = _cast(layout, rays, side)
@@ -525,7 +526,7 @@ def render(layout: Layout, size: int) -> tuple[UInt8[Tensor, "n 3 size size"], U
 
 
 def all_visible(layout: Layout) -> Bool[Tensor, " n"]:
-    """Whether every counted object shows enough pixels, at one size for all, so that no label depends on the size."""
+    """Whether every counted object has enough visible pixels, judged at one size, so that labels do not depend on the size."""
     n, k = layout.solids.shape
     hits = _cast(layout, _rays(layout, REFERENCE_SIZE), REFERENCE_SIZE)
     pixels = torch.bincount(hits.objects, minlength=n * k).reshape(n, k)

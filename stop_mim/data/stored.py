@@ -33,18 +33,18 @@ Progress = Callable[[int, int], None]
 VERSION = 3
 """Part of the cache's key: raise it when the same images would give other pixels."""
 LEAST_CACHED_BYTES = 2**24
-"""Smaller sets are not worth a file."""
+"""Smaller sets are not cached."""
 DECODED_GIB = 4.0
 """Larger sets are not cached, unless STOP_MIM_DECODED_GIB allows it."""
 
 _BYTES_A_PIECE, _IMAGES_A_PIECE = 2**21, 256
-# A process takes as long to start as these take to decode.
+# Starting a process takes as long as decoding this many pixels.
 _PIXELS_A_WORKER = 2**23
 _COPIES_AHEAD = 2
 
 
 class MixedSizes(InputError):
-    """Images that are to be kept in memory do not have one size."""
+    """The images cannot be kept in memory, because they differ in size."""
 
 
 def mixed_sizes(name: str) -> MixedSizes:
@@ -82,7 +82,7 @@ def store_images(
         size: their height and width.
         workers: processes that decode.
         progress: shows the decoding.
-        view: gives every image the size; without it, an image of another size raises MixedSizes.
+        view: resizes every image to `size`; without it, an image of another size raises MixedSizes.
     """
     stacked = source.stacked()
     if stacked is not None and view is None:
@@ -129,7 +129,7 @@ def _decode(
     progress: Progress | None,
     keep: Callable[[int, np.ndarray], object],
 ) -> dict[int, str]:
-    """Pass the pixels to `keep` in order, each piece with its start; return the bad images."""
+    """Call `keep(start, pixels)` for each piece, in order; return the bad images."""
     pixels = math.prod(size)
     at_a_time = max(1, min(_IMAGES_A_PIECE, _BYTES_A_PIECE // (3 * pixels)))
     pieces = (images[start : start + at_a_time].tolist() for start in range(0, len(images), at_a_time))
@@ -164,10 +164,10 @@ def _cached_images(
 
     def write(draft: Path) -> None:
         draft.mkdir()
-        # Before anything is decoded, and before other programs find the disk full.
+        # Checked first: decoding takes long, and a full disk disturbs other programs.
         if shutil.disk_usage(draft).free < math.prod(shape):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # Written, and not mapped: a full disk is then an error and not the end of the process.
+        # Written, not memory-mapped: a full disk then raises an error instead of killing the process.
         with (draft / "pixels.npy").open("wb") as file:
             np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
             every = np.arange(len(source))
@@ -179,14 +179,14 @@ def _cached_images(
     from_cache = (cache_folder() / name).exists()
     folder = cached_file(name, write)
     with damage_named(folder):
-        # Copy on write: torch warns of memory that must not be written.
+        # Copy on write, because torch warns about read-only memory.
         pixels = torch.from_numpy(np.load(folder / "pixels.npy", mmap_mode="c", allow_pickle=False))
         was_bad = from_plain(list[int], json.loads((folder / "bad.json").read_text()))
         if not all(0 <= index < len(pixels) for index in was_bad):
             raise InputError(f"bad.json names images beyond {len(pixels)}")
     bad: dict[int, str] = {}
     for index in was_bad:
-        # What kept an image from being read, such as a network, may be over.
+        # The cause, such as a network failure, may be gone.
         try:
             pixels[index] = read(index)
         except BadImage as error:

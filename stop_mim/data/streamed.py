@@ -1,4 +1,4 @@
-"""Images that worker processes read, decode and cut as they are needed."""
+"""Images that worker processes read, decode and cut on demand."""
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ from stop_mim.data.lookahead import Slots, mapped
 from stop_mim.data.order import Request
 from stop_mim.seeds import derive_seed
 
-# A worker cuts this many images at a time, so that all workers share a large batch.
+# Workers get pieces of this many images, so that all of them share a large batch.
 PIECE = 64
 PIECES_AHEAD = 4
-# Bounds of memory: files that are read, and pixels that are decoded, before the next stage has its turn.
+# Bounds of memory: the most files read, and pixels decoded, before the next stage runs.
 READ_TOGETHER, _CUT_TOGETHER = 32, 2**17
 
 Bad = tuple[int, str]
@@ -69,7 +69,7 @@ class ImageCutter:
     replace_bad: bool
 
     def fill(self, crops: UInt8[Tensor, "n height width 3"], epoch: int, indices: Sequence[int]) -> list[Bad]:
-        """Write what the view shows of each image; return the bad images, by their place."""
+        """Write the crop of each image; return the bad images by their place."""
         bad: list[Bad] = []
         for start in range(0, len(indices), READ_TOGETHER):
             group = indices[start : start + READ_TOGETHER]
@@ -98,12 +98,11 @@ class ImageCutter:
         return bad
 
     def _decode_and_cut(self, crops: Tensor, opened: Mapping[int, OpenedImage], boxes: Mapping[int, Box]) -> list[Bad]:
-        bad: list[Bad] = []
+        whole, bad = isinstance(self.view, TestView), list[Bad]()
         decoded: dict[int, tuple[Tensor, Box]] = {}
         pixels = 0
-        # Decoding and cutting take turns as rarely as the caches allow: image by image, small ones take a third longer.
+        # As many images as fit the CPU's caches are decoded, then cut: one by one, small images take a third longer.
         for place, image in opened.items():
-            whole = isinstance(self.view, TestView)
             try:
                 found = (image.decode(), boxes[place]) if whole else image.decode_part(boxes[place], self.view.size)
             except BadImage as error:
@@ -136,13 +135,13 @@ class ImageCutter:
 def _fill_slot(
     cutter: ImageCutter, pixels: UInt8[Tensor, "slots piece height width 3"], request: tuple[int, int, list[int]]
 ) -> tuple[int, list[Bad]]:
-    """Fill a slot in a worker; only the slot's number and bad images travel between processes."""
+    """Fill a slot in a worker; only the slot's number and the bad images are sent between processes."""
     slot, epoch, indices = request
     return slot, cutter.fill(pixels[slot, : len(indices)], epoch, indices)
 
 
 class Streamed:
-    """Images that worker processes read, decode and cut as they are needed."""
+    """Images that worker processes read, decode and cut on demand."""
 
     def __init__(
         self, cutter: ImageCutter, device: torch.device, workers: int, batch_size: int, n_images: int, obstacle: str

@@ -1,6 +1,6 @@
-"""Videos with numbered objects: a folder in the layout of DAVIS, or drawn clips.
+"""Videos with numbered objects: a folder in the layout of DAVIS, or rendered clips.
 
-A mask holds object numbers, 0 is the background. As in DAVIS's own evaluation the objects of a video are 1 to the highest
+A mask contains object numbers; 0 is the background. As in DAVIS's own evaluation, the objects of a video are 1 to the highest
 number in its first mask, and void pixels (255) are background. Where the first mask is black and white, white is object 1.
 """
 
@@ -35,7 +35,7 @@ _SCENE_OPTIONS = {"count": 10, "size": 128, "frames": 24, "seed": 0}
 
 
 class Video(ABC):
-    """Frames in order, of one size, and the masks that are known of them; the first always is."""
+    """Frames of one size, in order, and their masks; later masks may be missing."""
 
     name: str
 
@@ -68,12 +68,11 @@ class Video(ABC):
         return tuple(range(1, int(self.first_mask().max()) + 1))
 
     def first_mask(self) -> UInt8[Tensor, "height width"]:
-        """The mask that a method may see."""
+        """The mask of the first frame, which a method is given."""
         mask = self.mask(0)
         if mask is None or not mask.any():
             raise InputError(
-                f"The first mask of the video '{self.name}' shows no object: number every object there, since a method "
-                "learns from it what to follow."
+                f"The first mask of the video '{self.name}' shows no object: number every object that is to be tracked."
             )
         return mask
 
@@ -90,9 +89,7 @@ class FolderVideo(Video):
                 f"The sequence '{name}' has no frames in {frame_folder}: put them there as 00000.jpg and so on."
             )
         if not self.has_mask(0):
-            raise InputError(
-                f"The sequence '{name}' has no first mask: put it where it is expected, in {self.mask_path(0)}."
-            )
+            raise InputError(f"The sequence '{name}' has no first mask: save it as {self.mask_path(0)}.")
         frames = {path.stem for path in self.frame_paths}
         masks = sorted(path for path in mask_folder.glob("*.png") if not path.name.startswith("."))
         if alone := [path for path in masks if path.stem not in frames]:
@@ -140,13 +137,13 @@ class FolderVideo(Video):
 
     @cached_property
     def _is_numbered(self) -> bool:
-        """Whether the first mask has numbers: a later one of white alone then shows void, and no object."""
+        """Whether the first mask has numbers; white in later masks is then void, not an object."""
         first = read_mask(self.mask_path(0), white=VOID)
         return bool(((first != 0) & (first != VOID)).any())
 
 
 class SceneClip(Video):
-    """One drawn clip, rendered when it is first looked at."""
+    """One rendered clip; it is rendered at its first use."""
 
     def __init__(self, index: int, frames: int, size: int, seed: int) -> None:
         self.name = f"scene-{index:03d}"
@@ -193,7 +190,7 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> lis
     sequences = _listed_sequences(folder, split) or sub_folders(frames)
     videos: list[Video] = [FolderVideo(sequence, frames / sequence, masks / sequence) for sequence in sequences]
     for video in videos:
-        # Looked at now, so that a video without objects does not end an evaluation in its middle.
+        # Checked now, so that a video without objects does not fail an evaluation halfway.
         video.first_mask()
     return videos
 
@@ -230,7 +227,7 @@ def _listed_sequences(folder: Path, split: str) -> tuple[str, ...]:
         lines = path.read_text("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise InputError(f"{path} cannot be read as text ({error}): copy it again from the dataset.") from error
-    # A dictionary is a set that keeps the order: the older lists name a sequence once for each of its frames.
+    # Older lists have a line for each frame; a dictionary removes duplicates and keeps the order.
     sequences = tuple(dict.fromkeys(_sequence_of(line, path) for line in lines if line.strip()))
     if not sequences:
         raise InputError(f"{path} lists no sequences: write the name of one in each line, or remove the file.")
@@ -241,7 +238,7 @@ def _sequence_of(line: str, path: Path) -> str:
     """A line is a sequence's name, or its frame and mask as /JPEGImages/480p/NAME/00000.jpg /Annotations/…"""
     first = line.split()[0]
     name = Path(first).parent.name if "/" in first else first
-    # Masks are written to folders of these names, which must not lead elsewhere.
+    # Masks are written to folders of these names, which must not be other paths.
     if name in ("", ".", "..") or "\\" in name:
         raise InputError(f"{path} has the line '{line.strip()}', which names no sequence: write one name a line.")
     return name
@@ -257,7 +254,7 @@ def read_mask(path: Path, white: int = 1) -> UInt8[Tensor, "height width"]:
         check_pixels(*image_size(encoded, str(path)))
         quieten_pillow()
         image = PIL.Image.open(io.BytesIO(encoded), formats=("PNG",))
-        # DAVIS 2016 has a mask with an alpha channel, which says nothing.
+        # DAVIS 2016 has a mask with an alpha channel, which is ignored.
         pixels = np.array(image if image.mode == "P" else image.convert("RGB"))
     if image.mode == "P":
         return torch.from_numpy(pixels)
@@ -290,7 +287,7 @@ def _readable(path: Path) -> Iterator[None]:
     require_regular(path)
     try:
         yield
-    # Pillow answers corrupt files with a dozen kinds of exceptions.
+    # Pillow raises a dozen kinds of exceptions for corrupt files.
     except Exception as error:
         reason = error.reason if isinstance(error, BadImage) else first_line(error)
         raise InputError(f"{path} cannot be read as an image ({reason}): copy it again from the dataset.") from error

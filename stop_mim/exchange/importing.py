@@ -1,4 +1,4 @@
-"""Encoders from weights that others saved, in files and model folders: of timm, Hugging Face, I-JEPA's and StoP's releases."""
+"""Encoders from files and model folders of timm, of Hugging Face, and of the I-JEPA and StoP releases."""
 
 import pickle
 import re
@@ -23,11 +23,11 @@ from stop_mim.models.frozen_encoder import STANDARD, Preprocessing
 from stop_mim.records import from_plain, read_record
 
 CONFIG_FILE, WEIGHTS_FILE, PREPROCESSOR_FILE = "config.json", "model.safetensors", "preprocessor_config.json"
-# Arguments of timm.create_model, which also allow images of any size.
+# Arguments of timm.create_model: no classifier, and images of any size.
 WITHOUT_CLASSIFIER: dict[str, Any] = {"num_classes": 0, "dynamic_img_size": True}
 
 CONVERTIBLE = ("ijepa", "vit", "vit_mae")
-# timm's names and the names that Hugging Face stores.
+# timm's names and Hugging Face's names.
 WHOLE = {
     "patch_embed.proj.weight": "embeddings.patch_embeddings.projection.weight",
     "patch_embed.proj.bias": "embeddings.patch_embeddings.projection.bias",
@@ -62,10 +62,10 @@ PREDICTOR_PARTS = {
 # First bytes of files of torch.save: a zip archive, or a pickle of old versions.
 TORCH_FILES = (b"PK", b"\x80\x02")
 NO_WEIGHTS = (
-    "is neither a file of torch.save (.pth, .pth.tar) nor a .safetensors file: name a file of weights, or a run"
+    "is neither a file of torch.save (.pth, .pth.tar) nor a .safetensors file: give a file of weights, or a run"
 )
 SCALAR: Any = np.float64(0).__reduce__()[0]
-# Old training scripts store losses and learning rates as NumPy scalars; NumPy has since moved the function that makes them.
+# Old training scripts store losses and learning rates as NumPy scalars, whose constructor NumPy has since moved.
 NUMBERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (SCALAR, "numpy.core.multiarray.scalar"),
     (SCALAR, "numpy._core.multiarray.scalar"),
@@ -104,11 +104,11 @@ def read_timm_folder(folder: Path) -> Encoder:
     if metadata.get("format") == FILE_FORMAT:
         return encoder_of(tensors, metadata, str(file))
     arguments, layers = read_config(folder).get("model_args"), count_layers(tensors)
-    # A depth of millions would fill the memory.
+    # Checked first: building a model with a depth of millions would fill the memory.
     if isinstance(arguments, Mapping) and arguments.get("depth", layers) != layers:
         raise InputError(
-            f"{folder / CONFIG_FILE} has a depth of {arguments['depth']}, and {file} the weights of {layers} layers: restore "
-            "them."
+            f"{folder / CONFIG_FILE} has a depth of {arguments['depth']}, but {file} has the weights of {layers} layers: "
+            "restore both files."
         )
     try:
         with torch.device("meta"):
@@ -124,7 +124,7 @@ def read_timm_folder(folder: Path) -> Encoder:
 
 
 def _of_timm(model: Any, name: str) -> Encoder:
-    """Return timm's model as an encoder, with the preprocessing that timm has for it."""
+    """Return timm's model as an encoder, with timm's preprocessing."""
     if not isinstance(model, VisionTransformer):
         raise InputError(f"{name} is not a plain Vision Transformer: choose one of timm's vit_* models.")
     encoder = Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).eval()
@@ -133,7 +133,7 @@ def _of_timm(model: Any, name: str) -> Encoder:
 
 
 def is_convertible(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a plain Vision Transformer, and leaves out nothing that is needed here."""
+    """Whether a config.json describes a plain Vision Transformer, and leaves out nothing that is needed here."""
     is_plain = config.get("model_type") in CONVERTIBLE and config.get("hidden_act", "gelu") == "gelu"
     return is_plain and config.keys() >= NEEDED
 
@@ -193,7 +193,7 @@ def to_timm_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_hub_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights under timm's names to the names that Hugging Face stores, with query, key and value apart."""
+    """Rename weights from timm's to Hugging Face's names, and split query, key and value."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in WHOLE:
@@ -213,7 +213,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a torch.save file on the CPU; no code in it runs, and anything but tensors and numbers is an InputError."""
+    """Read a file of torch.save on the CPU; anything but tensors and numbers is an InputError, and no code is run."""
     require_regular(path)
     try:
         with torch.serialization.safe_globals(NUMBERS), warnings.catch_warnings():
@@ -221,10 +221,8 @@ def read_pickle(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"holds {named[1]}, which is not a tensor" if named else "holds more than tensors"
-        raise InputError(
-            f"{path} {what}: loading it could run code, so it is refused; save its tensors alone."
-        ) from error
+        what = f"contains {named[1]}, which is not a tensor" if named else "contains more than tensors"
+        raise InputError(f"{path} {what}: loading it could run code; save only its tensors.") from error
     # Truncated and foreign files raise many different errors.
     except Exception as error:
         with path.open("rb") as file:
@@ -234,12 +232,12 @@ def read_pickle(path: Path) -> Any:
 
 
 def is_release(contents: Any) -> bool:
-    """Return whether a file's contents have the layout of the releases."""
+    """Whether a file's contents have the layout of the releases."""
     return isinstance(contents, Mapping) and any(isinstance(contents.get(part), Mapping) for part in PARTS)
 
 
 def is_state(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
-    """Return whether a value is a mapping from names to tensors."""
+    """Whether a value is a mapping from names to tensors."""
     return isinstance(value, Mapping) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
 
 
@@ -257,12 +255,12 @@ def state_of(contents: Any, part: str, path: Path) -> dict[str, Tensor]:
 
 
 def released_encoder(contents: Any, path: Path, part: Part) -> Encoder:
-    """Build one of the two encoders of a file's contents."""
+    """Build one of the two encoders of a release."""
     return encoder_from_timm_names(state_of(contents, part, path), f"{path}#{part}")
 
 
 class ReleasedModel(NamedTuple):
-    """The weights of a released model under our names, and what is stored otherwise here."""
+    """The weights of a released model under our names, its positions and its number of heads."""
 
     tensors: dict[str, Tensor]
     positions: Tensor | None
@@ -272,7 +270,7 @@ class ReleasedModel(NamedTuple):
 
 
 def released_model(contents: Any, path: Path) -> ReleasedModel:
-    """Convert all parts of a file's contents."""
+    """Convert the encoder, the target encoder and the predictor of a release."""
     encoder, target = (released_encoder(contents, path, part) for part in PARTS)
     if encoder.architecture() != target.architecture():
         raise InputError(f"{path} has an encoder and a target encoder of different shapes: download it again.")

@@ -1,4 +1,4 @@
-"""The weights that a new run starts from: a whole model's or an encoder's; optimiser and schedules are new."""
+"""Initial weights of a new run, from a whole model or from an encoder; optimiser and schedules start anew."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,35 +19,32 @@ from stop_mim.models.objective import Objective
 from stop_mim.positions import Positions, StochasticPositions
 from stop_mim.training.run_folder import RunFolder
 
-# Position tables agree to the rounding of half precision.
+# Position tables may have been stored in half precision.
 POSITIONS_TOLERANCE = 1e-3
 
 
 def initialise(objective: Objective, name: str | Path, warn: Callable[[str], None] = lambda text: None) -> str:
     """Load weights into a new objective, all or none; return a short description of what was loaded.
 
-    A run directory, a checkpoint or a release's file is a whole model, whose shapes must be the same. Any other name that
-    `load_encoder` takes, also RUN#encoder, FILE#encoder and RUN/encoder.safetensors, is an encoder: the predictor stays new.
+    A run directory, a checkpoint or a release's file is a whole model, which must have the same shapes. Any other name that
+    `load_encoder` takes, such as RUN#encoder, FILE#encoder or RUN/encoder.safetensors, is an encoder; the predictor then keeps
+    its random weights.
     """
     path, part, kind, _ = locate(name)
     match kind:
         # A run that was copied without its checkpoints is an encoder.
-        case "run" if part is None and (path / "checkpoints").is_dir():
-            return _from_checkpoint(objective, _newest(path))
-        case "checkpoint" if part is None:
-            return _from_checkpoint(objective, path)
+        case "run" | "checkpoint" if part is None and (kind == "checkpoint" or (path / "checkpoints").is_dir()):
+            checkpoint = path if kind == "checkpoint" else RunFolder(path).newest_checkpoint()
+            if checkpoint is None:
+                raise InputError(
+                    f"{path} has no checkpoint: name {path / ENCODER_FILE} to start from its encoder alone."
+                )
+            return _from_checkpoint(objective, checkpoint)
         case "pickle" if part is None and is_release(contents := read_pickle(path)):
             if hint := _hint_about_release(objective.positions, path):
                 warn(hint)
             return _from_release(objective, contents, path)
     return _from_encoder(objective, name)
-
-
-def _newest(run: Path) -> Path:
-    newest = RunFolder(run).newest_checkpoint()
-    if newest is None:
-        raise InputError(f"{run} has no checkpoint: name {run / ENCODER_FILE} to start from its encoder alone.")
-    return newest
 
 
 def _from_checkpoint(objective: Objective, path: Path) -> str:
@@ -63,7 +60,7 @@ def _from_release(objective: Objective, contents: Mapping[str, object], path: Pa
     tensors, positions, heads = released_model(contents, path)
     remedy = f"start from an encoder alone, {path}#target_encoder, or choose a recipe of its shape"
     _require_fit(objective, tensors, dict.fromkeys(_heads(objective), heads), path, remedy)
-    # Positions are computed, not stored: a resumed run would lose a table that differs from ours.
+    # Positions are not stored in checkpoints: a resumed run would lose a table that differs from ours.
     ours = objective.positions.table().detach().cpu()[None]
     if (
         positions is None
@@ -76,7 +73,7 @@ def _from_release(objective: Objective, contents: Mapping[str, object], path: Pa
 
 
 def _hint_about_release(positions: Positions, path: Path) -> str | None:
-    """Return what changes for a model of StoP's code where masked tokens are the paper's; the file does not say whose it is."""
+    """Return a hint if masked tokens follow the paper: a file of StoP's code, which cannot be told apart, has others."""
     if not isinstance(positions, StochasticPositions) or positions.convention == "release":
         return None
     ratio = positions.noise_std / positions.sigma if positions.sigma else 1.0
@@ -92,7 +89,7 @@ def _hint_about_release(positions: Positions, path: Path) -> str | None:
 def _require_fit(
     objective: Objective, tensors: dict[str, Tensor], theirs: Mapping[str, int], origin: Path, remedy: str
 ) -> None:
-    """Raise InputError unless weights and numbers of heads are of this objective."""
+    """Raise InputError unless the weights and the numbers of heads fit the objective."""
     if wrong := misfit(tensors, objective.state_dict()):
         raise InputError(f"{origin} does not fit this run: {wrong}; {remedy}.")
     for name, heads in _heads(objective).items():
@@ -118,7 +115,7 @@ def _from_encoder(objective: Objective, name: str | Path) -> str:
             f"{name} does not fit the encoder of this run: its {listed}; choose another one, or set the options of encoder "
             "to its values."
         )
-    # The student computes its positions, the teacher reads them from the encoder: they must agree.
+    # The student computes its positions and the teacher reads them from the encoder; they must agree.
     if isinstance(objective, Data2Vec) and not torch.allclose(
         encoder.vit.pos_embed[0].cpu(), objective.positions.table().cpu(), atol=POSITIONS_TOLERANCE
     ):
@@ -132,7 +129,7 @@ def _from_encoder(objective: Objective, name: str | Path) -> str:
 
 
 def _properties(encoder: Encoder) -> dict[str, Any]:
-    """Return what two encoders must have in common to share weights."""
+    """Return the properties that two encoders must share to exchange weights."""
     # The statistics of images may have been stored in single precision.
     channels = {name: [round(value, 6) for value in getattr(encoder, name)] for name in ("mean", "std")}
     return encoder.architecture() | {"norm_eps": encoder.norm_eps} | channels

@@ -1,4 +1,4 @@
-"""`load_encoder`: any encoder by its name: a run, a file, a model folder, `timm:`, `hf:` or `untrained:`."""
+"""`load_encoder`: loads an encoder by name: a run, a file, a model folder, `timm:`, `hf:` or `untrained:`."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -50,12 +50,12 @@ Kind = Literal["run", "checkpoint", "safetensors", "pickle", "timm", "hub", "not
 
 
 class Named(NamedTuple):
-    """The file or folder that the name of an encoder stands for.
+    """The file or folder that the name of an encoder refers to.
 
-    - `part`: the encoder that FILE#encoder or FILE#target_encoder asks for; None: the usual one.
+    - `part`: the encoder given as FILE#encoder or FILE#target_encoder; None: the default one.
     - `kind`: a run directory; a checkpoint of a run; another .safetensors file; a file of torch.save; a model folder of timm
-      or of the Hugging Face hub; nothing, where there is no such file.
-    - `run`: the directory of the run that it belongs to; None if it is not a run's.
+      or of the Hugging Face hub; nothing, if the file does not exist.
+    - `run`: the run directory that it belongs to, if any.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class Named(NamedTuple):
 
 
 def locate(name: str | Path) -> Named:
-    """Return what the name of an encoder stands for; released and published models are downloaded."""
+    """Return what the name of an encoder refers to; released and published models are downloaded."""
     path, (file, _, asked) = Path(name).expanduser(), str(name).rpartition("#")
     part = next((part for part in PARTS if part == asked and not path.exists()), None)
     path = path if part is None else Path(file).expanduser()
@@ -83,7 +83,7 @@ def _kind(path: Path) -> Kind:
             return "checkpoint"
         config = {} if (path / ENCODER_FILE).exists() else read_config(path)
         return "timm" if "architecture" in config else "hub" if "model_type" in config else "run"
-    # A pipe in its place would be waited for without end.
+    # Reading from a pipe may never end.
     if not path.is_file():
         return "nothing"
     if path.suffix != SAFETENSORS:
@@ -107,7 +107,7 @@ def _run_around(path: Path, kind: Kind) -> Path | None:
 
 
 def run_of(name: str | Path) -> Path | None:
-    """Return the run directory that an encoder belongs to; None if it is not a run's."""
+    """Return the run directory that an encoder belongs to; None if it is not part of a run."""
     return None if str(name).startswith(tuple(ENCODERS)) else locate(name).run
 
 
@@ -119,10 +119,9 @@ def load_encoder(name: str | Path, pretrained: bool = True) -> FrozenEncoder:
 
     Args:
         name: a run directory, a checkpoint, a .safetensors or .pth file, a folder of timm or Hugging Face, `release:MODEL`
-            or `stop-mim/MODEL` (see `stop-mim models`), `timm:MODEL`, `hf:MODEL` or `untrained:RUN`. Of a run, a
-            checkpoint or a release's .pth.tar the target encoder; RUN#encoder or FILE#encoder is the other one, which
-            gradients train.
-        pretrained: False: random weights, for `release:`, `timm:` and `hf:`.
+            or `stop-mim/MODEL` (see `stop-mim models`), `timm:MODEL`, `hf:MODEL` or `untrained:RUN`. A run, a checkpoint
+            or a release's .pth.tar gives the target encoder; add #encoder for the encoder trained by gradients.
+        pretrained: False initialises `release:`, `timm:` and `hf:` models with random weights.
     """
     for prefix, load in ENCODERS.items():
         if str(name).startswith(prefix):
@@ -182,7 +181,7 @@ def _from_hub(model: str, pretrained: bool) -> FrozenEncoder:
 
 @ENCODERS.register(UNTRAINED)
 def _untrained(name: str, pretrained: bool) -> FrozenEncoder:
-    """Return the encoder of a run with the weights that it started from, or another model with random weights."""
+    """Return the encoder of a run with its initial weights, or another model with random weights."""
     if name.startswith(tuple(ENCODERS)):
         with seeded_weights(0):
             return load_encoder(name, pretrained=False)
@@ -212,7 +211,9 @@ def objective_of(checkpoint: Path) -> Objective:
     """Return the model of a checkpoint in evaluation mode, built from the config of the run that the checkpoint is in."""
     run, prefix = RunFolder(checkpoint.parent.parent), "model."
     if not run.config_file.exists():
-        raise InputError(f"{checkpoint} is outside of its run: put it back into the run's folder 'checkpoints'.")
+        raise InputError(
+            f"{checkpoint} is not in its run directory: move it back into the folder 'checkpoints' of its run."
+        )
     objective, stored = build_objective(run.config()), read_checkpoint(checkpoint).tensors
     tensors = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
     if wrong := misfit(tensors, objective.state_dict()):
@@ -222,7 +223,7 @@ def objective_of(checkpoint: Path) -> Objective:
 
 
 def _from_checkpoint(path: Path, part: Part | None) -> Encoder:
-    """Return an encoder of a checkpoint, the target encoder by default; an objective without one has one for both parts."""
+    """Return an encoder of a checkpoint, by default the target encoder; some objectives have one encoder for both parts."""
     objective = objective_of(path)
     if part != "encoder":
         # The trained encoder's parameters have gradients, for fine-tuning; the target's have none.

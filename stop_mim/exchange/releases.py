@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Group
 from rich.table import Table
 
-from stop_mim.hub import cached_file, endpoint, fetch
+from stop_mim.hub import downloaded_file, endpoint, fetch
 from stop_mim.models.config import EncoderConfig
 from stop_mim.registry import Registry
 
@@ -67,7 +67,7 @@ def fetch_release(name: str) -> Path:
 
 def is_downloaded(release: Release) -> bool:
     """Whether the hub's cache has a released model."""
-    return cached_file(release.repository, release.file or MODEL_FILES[0]) is not None
+    return downloaded_file(release.repository, release.file or MODEL_FILES[0]) is not None
 
 
 def models_table() -> Group:

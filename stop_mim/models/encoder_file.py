@@ -33,14 +33,14 @@ PATCHES, POSITIONS, HIDDEN = "patch_embed.proj.weight", "pos_embed", "blocks.0.m
 
 
 def save_encoder(encoder: Encoder, path: str | Path) -> None:
-    """Save an encoder as safetensors, with timm's names, and how to build the model in the metadata."""
+    """Save an encoder as safetensors with timm's names; the metadata describe how to build the model."""
     metadata = encoder_metadata(encoder)
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.vit.state_dict().items()}
     write_atomically(Path(path), lambda temporary: save_file(tensors, temporary, metadata))
 
 
 def encoder_metadata(encoder: Encoder) -> dict[str, str]:
-    """Return how to build an encoder, as metadata of a file; raise InputError unless it is a plain Vision Transformer."""
+    """Return the metadata to build an encoder from; raise InputError unless it is a plain Vision Transformer."""
     if wrong := peculiarity(encoder):
         raise InputError(
             f"This encoder is not a plain Vision Transformer ({wrong}): only those can be saved or exported."
@@ -59,9 +59,9 @@ def encoder_metadata(encoder: Encoder) -> dict[str, str]:
 
 
 def peculiarity(encoder: Encoder) -> str | None:
-    """Describe what an encoder has that a plain Vision Transformer has not; None if it is one."""
+    """Describe how an encoder differs from a plain Vision Transformer; None if it does not."""
     for block in encoder.vit.blocks:
-        # ShortAttention computes what the attention that it replaced computes.
+        # ShortAttention computes the same as Attention.
         is_known = type(block.attn) in (Attention, ShortAttention) and type(block.mlp) is Mlp
         if type(block) is not Block or not is_known:
             return "its layers are of another kind"
@@ -89,7 +89,7 @@ class Metadata:
 
 
 def encoder_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], origin: str) -> Encoder:
-    """Build an encoder from the contents of a file; without our metadata, the usual values are assumed."""
+    """Build an encoder from the contents of a file; without our metadata, default values are assumed."""
     if metadata.get("format") != FILE_FORMAT:
         return encoder_from_timm_names(tensors, origin)
     try:
@@ -133,7 +133,7 @@ def encoder_from_timm_names(
 def _architecture(
     tensors: Mapping[str, Tensor], origin: str, heads: int | None, image_size: Sequence[int] | None
 ) -> dict[str, Any]:
-    """Read the arguments of timm's VisionTransformer off the shapes of its weights."""
+    """Derive the arguments of timm's VisionTransformer from the shapes of its weights."""
     for name, dimensions in ((PATCHES, 4), (POSITIONS, 3), (HIDDEN, 2)):
         if name not in tensors or tensors[name].dim() != dimensions or not tensors[name].numel():
             raise InputError(

@@ -259,7 +259,7 @@ def test_the_host_never_waits_for_the_device():
         draws = draw(0, 1, numbers)
         views[0].of_whole(images, draws)
         views[1].of_cut(images, draws)
-        TestView((24, 24), 28).of_whole(images)
+        TestView((24, 24), 28).of_whole(images, draws)
         augment.resize_batch(images, (48, 48))
     finally:
         torch.cuda.set_sync_debug_mode("default")

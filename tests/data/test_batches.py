@@ -281,7 +281,7 @@ def test_what_a_gpu_cannot_decode_is_decoded_on_the_cpu(jpegs, monkeypatch):
         (jpegs / f"{number:04d}.jpg").unlink()
         picture(number, 30, 40).save(jpegs / f"{number:04d}.{kind}")
     picture(4, 60, 60).save(jpegs / "0004.jpg")
-    monkeypatch.setattr(gpu_decode, "MAX_PIXELS", 36 * 46)
+    monkeypatch.setattr(gpu_decode, "PIXELS_AT_ONCE", 36 * 46)
     source = open_source(str(jpegs))
     files = [source.encoded(index) for index in range(24)]
     decoder = StandIn(refused=(files[7], files[20]))

@@ -16,7 +16,7 @@ _EVALUATION = ("test", "validation", "valid", "val")
 SPLIT_NAMES = frozenset(("train", *_EVALUATION))
 
 Opener = Callable[[str, str], ImageSource]
-"""Opens the dataset of a name, without its prefix, for a split; one without splits is the same data for each split."""
+"""Opens a dataset by its name (without the prefix) and split; a dataset without splits is the same for each split."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def source(
     is_path: bool = False,
     is_general: bool = False,
 ) -> Callable[[Opener], Opener]:
-    """Return a decorator that registers a function as the way to open a kind of dataset.
+    """Return a decorator that registers a function to open a kind of dataset.
 
     Args:
         kind: name of the kind.
@@ -62,13 +62,13 @@ def source(
 
 
 def open_source(name: str, split: str = "train") -> ImageSource:
-    """Open the dataset of this name; one without splits is the same data for each split."""
+    """Open a dataset by name; a dataset without splits is the same for each split."""
     kind = find_kind(name)
     return kind.open(name.removeprefix(kind.prefix), split)
 
 
 def absolute_name(name: str) -> str:
-    """Return the name of a dataset with an absolute path, if it is a path, so that it is valid in any directory."""
+    """Return the name of a dataset; a path becomes absolute, so that the name is valid in any directory."""
     kind = find_kind(name)
     path = name.removeprefix(kind.prefix)
     return kind.prefix + os.path.abspath(os.path.expanduser(path)) if kind.is_path and not is_url(path) else name

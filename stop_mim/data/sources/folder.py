@@ -1,6 +1,6 @@
 """Images in a folder, at any depth: the sub-folders of the first level are the classes or the splits.
 
-Where images lie both at the top and in sub-folders, they have no labels.
+If there are images both at the top and in sub-folders, they have no labels.
 """
 
 import os
@@ -36,7 +36,7 @@ def open_folder(name: str, split: str) -> ImageSource:
     names = sub_folders(folder)
     outside: dict[str, int] = {}
     if are_splits(names):
-        # The test split may lack a class of the training split, and must number the others as that does.
+        # The test split may lack a class of the training split, but has to number classes in the same way.
         class_names = sub_folders(folder / "train")
         splits = [one for one in names if one in SPLIT_NAMES or one == split]
         if others := _image_paths(folder, splits)[0]:
@@ -173,7 +173,7 @@ def _classes(paths: list[str], folder: Path, class_names: tuple[str, ...]) -> tu
     positions = {name: position for position, name in enumerate(names)}
     if unknown := sorted(set(found) - set(names)):
         raise InputError(
-            f"The folder {folder / unknown[0]} is no class of the training split: its name must be that of one of "
-            f"the {len(names)} sub-folders there."
+            f"The folder {folder / unknown[0]} is no class of the training split: rename it to one of the "
+            f"{len(names)} classes there."
         )
     return np.array([positions[name] for name in found], dtype=np.int64), names

@@ -1,7 +1,7 @@
 """Images in Arrow columns, as Hugging Face lays them out, and parquet files of them.
 
-Parquet files are held in memory when small. Otherwise, and at URLs, each is converted once to a memory-mapped Arrow file in
-the cache.
+Small parquet files are read into memory. Large ones, and files at URLs, are each converted once to a memory-mapped Arrow file
+in the cache.
 """
 
 import json
@@ -29,7 +29,7 @@ MEMORY_LIMIT = 2 * 2**30
 
 # Small batches: Arrow cannot read 2 GiB of nested bytes into one array.
 _ROWS_A_BATCH, _BYTES_A_BATCH = 256, 2**26
-# The most that a file may unpack to, as a multiple of its size and a constant: images hardly compress.
+# The most bytes that a file may unpack to: a multiple of its size plus a constant. Images hardly compress.
 UNPACKED_TIMES, UNPACKED_BYTES = 100, 2**24
 # Rows that are unpacked before they are counted.
 _ROWS_AT_ONCE = 16
@@ -50,7 +50,7 @@ def open_parquet(name: str, split: str) -> ImageSource:
 
 
 class TableSource(ImageSource):
-    """A source over Arrow columns, which are not pickled: another process opens them again."""
+    """A source over Arrow columns; they are not pickled, and another process opens them again."""
 
     folders: Sequence[Path] = ()
     """A row without bytes may name a file in these folders, and no other."""
@@ -74,7 +74,7 @@ class TableSource(ImageSource):
         column = self._opened.get(block)
         if column is None:
             column = self._opened[block] = self.load_column(block)
-            # A file that is still mapped takes space even after it was removed.
+            # A removed file takes disk space until it is unmapped.
             for oldest in list(self._opened)[: -self.most_open] if self.most_open else ():
                 self._opened.pop(oldest, None)
         return column
@@ -92,7 +92,7 @@ class TableSource(ImageSource):
             if not any(named.is_relative_to(folder) for folder in self.folders) or not named.is_file():
                 raise OSError("the row holds no bytes of an image")
             return named.read_bytes()
-        # A path may also hold a null byte, be no UTF-8 or be a loop of links.
+        # A path may also contain a null byte, not be UTF-8, or be a loop of links.
         except (OSError, ValueError, RuntimeError) as error:
             raise BadImage(self.describe(index), getattr(error, "strerror", None) or str(error)) from error
 

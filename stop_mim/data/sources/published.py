@@ -114,7 +114,7 @@ def _places205_images(folder: Path, first: str, list_path: Path) -> Path:
 
 
 def _path_and_class(line: str, list_path: Path) -> tuple[str, int]:
-    # Published with a blank between the two, in spite of the ending csv.
+    # The published lists have a space between the two, despite the extension csv.
     match = re.fullmatch(r"(.+?)\s*[,\s]\s*(\d{1,9})", line, re.ASCII)
     if match is None or int(match[2]) >= _PLACES205_CLASSES:
         raise InputError(
@@ -156,7 +156,9 @@ def _read_annotations(path: Path) -> tuple[list[tuple[str, int]], tuple[str, ...
     if not pairs:
         raise InputError(f"{path} lists no images: give the annotations of iNaturalist, with a category for each.")
     if sorted(categories) != list(range(len(categories))):
-        raise InputError(f"The {len(categories)} categories of {path} are not numbered from 0: number them so.")
+        raise InputError(
+            f"The {len(categories)} categories of {path} are not numbered from 0: number them from 0 without gaps."
+        )
     return pairs, tuple(categories[label] for label in range(len(categories)))
 
 
@@ -175,7 +177,7 @@ def _read_scenes(path: Path) -> dict[str, tuple[int, float]]:
 
 
 def _keep_needed(fields: dict[str, Any]) -> Any:
-    # Called for the innermost objects first, so that of hundreds of megabytes only a few numbers are ever held.
+    # Called for the innermost objects first, so that hundreds of megabytes of JSON never are in memory as objects.
     if "pixel_coords" in fields:
         return {"pixel_coords": fields["pixel_coords"]}
     if "objects" in fields:

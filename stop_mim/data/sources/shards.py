@@ -49,7 +49,7 @@ class ShardSource(FilesSource):
         shard, _ = self.locate(index)
         file = self.files[shard]
         before = None if file.is_remote else (file.size or 0, int(file.version))
-        # A file opened for each image has no position that forked workers could move under each other.
+        # The file is opened for each image: forked workers would share the position of an open file.
         offset, size, _ = self._places[index].tolist()
         return read_file(self.fetch(shard), self.describe(index), before, offset, size)
 
@@ -86,7 +86,7 @@ def _read_index(file: DataFile) -> tuple[Shaped[np.ndarray, " n"], Int[np.ndarra
         with damage_named(path):
             samples = json.loads(path.read_text())
     except CacheError:
-        # The cache only saves time: where it cannot be written, the next run indexes again.
+        # Without a writable cache, the next run indexes again.
         samples = _build_index(file.fetched(".tar"), file.name)
     members = np.array([os.fsencode(member) for member, *_ in samples], dtype=bytes)
     return members, np.array([numbers for _, *numbers in samples], dtype=np.int64).reshape(-1, 3)

@@ -18,7 +18,7 @@ from stop_mim.data.image_source import ImageSource, class_labels, digest
 from stop_mim.data.sources import NoSplit, source, split_candidates
 from stop_mim.errors import InputError, first_line
 
-# Where the classes of torchvision keep their targets: reading these, no image is decoded for its label.
+# Attributes with the targets in torchvision's classes: reading them avoids decoding images for their labels.
 _TARGET_ATTRIBUTES = ("targets", "labels", "_labels", "y")
 _CLASS_NAME_ATTRIBUTES = ("classes", "categories")
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
@@ -34,7 +34,7 @@ def open_torchvision(class_name: str, split: str) -> ImageSource:
 
 
 class TorchvisionSource(ImageSource):
-    """One split of a torchvision dataset that gives pairs of an image and a class; others are refused."""
+    """One split of a torchvision dataset of (image, class) pairs; other datasets are an InputError."""
 
     def __init__(self, name: str, dataset: Any, split: str) -> None:
         _check_pairs(name, dataset)
@@ -51,7 +51,7 @@ class TorchvisionSource(ImageSource):
             image = self._dataset[index][0]
             check_pixels(image.height, image.width)
             return rgb_pixels(image)
-        # Pillow answers corrupt files with many kinds of exceptions.
+        # Pillow raises many kinds of exceptions for corrupt files.
         except Exception as error:
             raise BadImage(self.describe(index), first_line(error)) from error
 
@@ -89,13 +89,13 @@ def _open(class_name: str, split: str) -> tuple[Any, str]:
 
 def _construct(class_name: str, kind: Callable[..., Any], options: dict[str, Any]) -> Any:
     downloads = "download" in inspect.signature(kind).parameters
-    # Without asking for a download first: with it, some classes check or unpack whole archives each time.
+    # First without download: with it, some classes check or unpack whole archives each time.
     attempts = [{"download": False}, {"download": True}] if downloads else [{}]
     failure = Exception()
     for attempt in attempts:
         try:
             return kind(**options, **attempt)
-        # Downloads fail in as many ways as there are servers.
+        # Each server has its own failures.
         except Exception as error:
             if isinstance(error, ValueError) and "split" in options and "split" in str(error):
                 raise NoSplit(first_line(error)) from error
