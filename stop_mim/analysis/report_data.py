@@ -58,8 +58,13 @@ MEASUREMENTS = (
 def charts(groups: Sequence[RunGroup], models: Sequence["ModelData"]) -> list[Plain]:
     """Return the charts of the report: every measurement over steps, averaged over seeds, and the spectra of the noise."""
     most = min(MOST_CURVE_POINTS, max(LEAST_CURVE_POINTS, CURVE_POINTS // len(groups)))
+    lines = [line for group in groups for run in group.runs for line in run.metrics]
+    has_target = any(line.get(SIGNS["ema_distance"].key) for line in lines)
     found = []
     for section, key, title, meaning in MEASUREMENTS:
+        # It is recorded for every objective, and means nothing without a target encoder.
+        if key == "ema_momentum" and not has_target:
+            continue
         series = [
             {"run": number, **points}
             for number, group in enumerate(groups)

@@ -80,6 +80,7 @@ def test_charts_and_tables_hold_what_was_measured(stop_run, report):
     assert f"Effective rank of Σ {spectrum.effective_rank:.1f} of 16" in page.words
     assert f"Loss {metrics[-1]['loss']:.4g}" in page.words
     assert "encoder.image_size (32, 48)" in page.words
+    assert "Momentum of the target encoder" in page.charts
 
 
 def test_prediction_maps_are_the_models(stop_run, report):
@@ -203,6 +204,7 @@ def test_values_that_are_not_numbers_are_left_out(stop_run, report, tmp_path):
 def test_what_a_model_does_not_have_is_said(stop_run, report, tmp_path):
     page = report(train_tiny(tmp_path / "mae", objective=ObjectiveConfig("mae"), masks=MaskConfig("random")))
     assert "predicts pixels" in page.words
+    assert "Momentum of the target encoder" not in page.charts
     assert page.data["predictions"] == [None]
     assert len(page.data["features"][0]) == MAX_IMAGES
     page = report(pretend(stop_run, tmp_path / "fixed", positions=PositionsConfig(kind="sincos")))
