@@ -14,12 +14,12 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
+from stop_mim.data.augment import ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.files import read_safetensors, require_regular
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.encoder_file import FILE_FORMAT, count_layers, encoder_from_timm_names, encoder_of, load_weights
-from stop_mim.models.frozen_encoder import STANDARD, Preprocessing
+from stop_mim.models.frozen_encoder import Preprocessing, read_hub_preprocessing
 from stop_mim.records import from_plain, read_record
 
 CONFIG_FILE, WEIGHTS_FILE, PREPROCESSOR_FILE = "config.json", "model.safetensors", "preprocessor_config.json"
@@ -127,8 +127,15 @@ def _of_timm(model: Any, name: str) -> Encoder:
     """Return timm's model as an encoder, with timm's preprocessing."""
     if not isinstance(model, VisionTransformer):
         raise InputError(f"{name} is not a plain Vision Transformer: choose one of timm's vit_* models.")
-    encoder = Encoder(model, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]).eval()
-    encoder.preprocessing = Preprocessing.of_timm(model.pretrained_cfg)
+    stored = model.pretrained_cfg
+    try:
+        mean, std = (from_plain(ChannelValues, stored[value], value) for value in ("mean", "std"))
+    except InputError as error:
+        raise InputError(
+            f"The preprocessing of {name} cannot be read ({str(error).rstrip('.')}): restore it."
+        ) from error
+    encoder = Encoder(model, mean, std).eval()
+    encoder.preprocessing = Preprocessing.of_timm(stored)
     return encoder
 
 
@@ -147,15 +154,16 @@ def read_hub_folder(folder: Path) -> Encoder:
         norm_eps = from_plain(float, config.get("layer_norm_eps"), "layer_norm_eps")
     except InputError as error:
         raise InputError(f"{folder / CONFIG_FILE} cannot be read ({str(error).rstrip('.')}): restore it.") from error
+    mean, std, preprocessing = read_hub_preprocessing(images, str(folder / PREPROCESSOR_FILE))
     encoder = encoder_from_timm_names(
         to_timm_names(read_safetensors(folder / WEIGHTS_FILE)[0]),
         str(folder),
         heads,
         (size, size) if isinstance(size, int) else size,
-        images.get("image_mean") or IMAGENET_MEAN,
-        images.get("image_std") or IMAGENET_STD,
+        mean,
+        std,
         norm_eps,
-        Preprocessing.of_hub(images) if images else STANDARD,
+        preprocessing,
     )
     found = {
         "hidden_size": encoder.dim,

@@ -11,9 +11,10 @@ from jaxtyping import Float
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
-from stop_mim.data.augment import ChannelValues
-from stop_mim.errors import InputError
+from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
+from stop_mim.errors import InputError, first_line
 from stop_mim.positions import Grid
+from stop_mim.records import from_plain
 
 Images = Float[Tensor, "batch 3 height width"]
 Pool = Literal["mean", "cls"]
@@ -36,18 +37,28 @@ class Preprocessing:
         """Read timm's `pretrained_cfg`."""
         return cls(**{one.name: values[one.name] for one in fields(cls) if values.get(one.name) is not None})
 
-    @classmethod
-    def of_hub(cls, values: Mapping[str, Any]) -> "Preprocessing":
-        """Read a Hugging Face preprocessor_config.json."""
-        interpolation = FILTERS.get(values.get("resample", 2), "bilinear")
-        size, crop = values.get("size"), values.get("crop_size")
-        if isinstance(size, Mapping) and "shortest_edge" in size:
-            kept = crop["height"] / size["shortest_edge"] if values.get("do_center_crop") and crop else 1.0
-            return cls(interpolation, kept)
-        return cls(interpolation, crop_mode="squash")
-
 
 STANDARD = Preprocessing()
+
+
+def read_hub_preprocessing(
+    values: Mapping[str, Any], origin: str
+) -> tuple[ChannelValues, ChannelValues, Preprocessing]:
+    """Return mean, standard deviation and resizing of a Hugging Face preprocessor_config.json; empty: our defaults."""
+    if not values:
+        return IMAGENET_MEAN, IMAGENET_STD, STANDARD
+    try:
+        mean = from_plain(ChannelValues, values.get("image_mean") or IMAGENET_MEAN, "image_mean")
+        std = from_plain(ChannelValues, values.get("image_std") or IMAGENET_STD, "image_std")
+        interpolation = FILTERS.get(values.get("resample", 2), "bilinear")
+        size, crop = values.get("size"), values.get("crop_size")
+        if not isinstance(size, Mapping) or "shortest_edge" not in size:
+            return mean, std, Preprocessing(interpolation, crop_mode="squash")
+        kept = crop["height"] / size["shortest_edge"] if values.get("do_center_crop") and crop else 1.0
+    except (InputError, KeyError, TypeError, ZeroDivisionError) as error:
+        reason = first_line(error).rstrip(".")
+        raise InputError(f"The preprocessing in {origin} cannot be read ({reason}): restore it.") from error
+    return mean, std, Preprocessing(interpolation, kept)
 
 
 class FrozenEncoder(nn.Module, ABC):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Images, Preprocessing
+from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Images, Preprocessing, read_hub_preprocessing
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
 # The model types whose last layer, a classifier's, is left out.
@@ -97,7 +97,6 @@ def _preprocessing(name: str) -> tuple[ChannelValues, ChannelValues, Preprocessi
 
     try:
         values, _ = ImageProcessingMixin.get_image_processor_dict(name)
-        mean, std = values["image_mean"], values["image_std"]
-    except (OSError, KeyError):
-        return IMAGENET_MEAN, IMAGENET_STD, STANDARD
-    return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2]), Preprocessing.of_hub(values)
+    except OSError:
+        values = {}
+    return read_hub_preprocessing(values, f"hf:{name}")

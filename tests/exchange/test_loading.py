@@ -121,6 +121,7 @@ def small():
         (lambda c: c["model_args"].update(patch_size=16), "of another shape .*patch_embed.proj.weight is 48x3x8x8"),
         (lambda c: c["model_args"].update(depth=20000), "depth of 20000"),
         (lambda c: c.update(architecture="vit_nonsense"), "config.json .*vit_nonsense"),
+        (lambda c: c["pretrained_cfg"].update(mean=[0.5]), r"mean is .*0\.5.*3 values"),
     ],
 )
 def test_a_folder_of_timm_that_is_wrong(tmp_path, change, words):
@@ -151,6 +152,23 @@ def test_a_folder_of_hugging_face_that_is_wrong(tmp_path, transformers, name, va
     (folder / "config.json").write_text(json.dumps(config | {name: value}))
     with pytest.raises(InputError, match=words):
         stop_mim.load_encoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ({"image_mean": [0.5]}, r"image_mean is \[0.5\]"),
+        ({"image_std": "much"}, "image_std is 'much'"),
+        ({"do_center_crop": True, "size": {"shortest_edge": 0}, "crop_size": {"height": 8}}, "division by zero"),
+    ],
+)
+def test_preprocessing_of_hugging_face_that_is_wrong(tmp_path, transformers, stored, words):
+    folder = tmp_path / "model"
+    transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(stored))
+    for load in (stop_mim.load_encoder, lambda folder: load_hub_encoder(str(folder))):
+        with pytest.raises(InputError, match=words):
+            load(folder)
 
 
 def test_what_a_folder_of_hugging_face_leaves_out_has_the_defaults_of_transformers(tmp_path, images, transformers):
