@@ -249,7 +249,7 @@ class Sweep:
     def _axes(self, base: Any) -> dict[str, list[Any]]:
         """Return the fields of --vary with their values, each of the field's type."""
         axes: dict[str, list[Any]] = {}
-        for given_path, *texts in self.run.vary:
+        for given_path, *texts in (given or ("",) for given in self.run.vary):
             path, flag = given_path.replace("-", "_"), given_path.replace("_", "-")
             if len(set(texts)) < max(2, len(texts)):
                 raise InputError(f"--vary {path} {' '.join(texts)}: give at least two values, each once.")
@@ -259,7 +259,10 @@ class Sweep:
                 given = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
                 config, unknown = parse(TrainConfig, given, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
-                axes.setdefault(path, []).append(operator.attrgetter(path)(config))
+                try:
+                    axes.setdefault(path, []).append(operator.attrgetter(path)(config))
+                except AttributeError as error:
+                    raise InputError(f"--vary {given_path}: there is no such field; name one without 'no-'.") from error
         return axes
 
 

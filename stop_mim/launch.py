@@ -104,22 +104,27 @@ def submit(arguments: Sequence[str], config: LaunchConfig, logs: Path, run: Path
     `run` is the run that the command trains: once it has begun, a requeued job resumes it.
     """
     executor = make_executor(config, logs, f"stop-mim {arguments[0]}")
-    # Of an option that is given twice, the last value counts: the job runs the command itself.
-    job = executor.submit(Command(PROGRAM, [*arguments, "--launch", "local"], run))
+    # The job runs the command itself. Of an option that is given twice the last value counts; after "--" nothing is one.
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    job = executor.submit(Command(PROGRAM, [*arguments[:end], "--launch", "local", *arguments[end:]], run))
     return job.job_id, [task.paths.stdout for task in [job.task(number) for number in range(job.num_tasks)]]
 
 
 class Command:
     """A command as one task of a job, in a subprocess; `checkpoint` lets it save before a requeue."""
 
-    def __init__(self, program: Sequence[str], arguments: Sequence[str], run: Path | None) -> None:
-        self.program, self.arguments, self.run = program, arguments, run
+    def __init__(
+        self, program: Sequence[str], arguments: Sequence[str], run: Path | None, requeued: bool = False
+    ) -> None:
+        self.program, self.arguments, self.run, self.requeued = program, arguments, run, requeued
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> None:
         """Run the command, or resume the run that it began; raise RuntimeError if it fails."""
         begun = self.run is not None and (self.run / "config.json").exists()
-        arguments = ["resume", str(self.run), "--or-older"] if begun else self.arguments
+        # A resume has options of its own the first time; a later one must not go back to its --checkpoint.
+        repeats = begun and (self.requeued or self.arguments[0] != "resume")
+        arguments = ["resume", str(self.run), "--or-older"] if repeats else self.arguments
         self._process = subprocess.Popen([*self.program, *arguments], env={**os.environ, **rank_environment()})
         code = self._wait()
         # A process that was stopped by a signal has saved.
@@ -133,7 +138,7 @@ class Command:
         if self._process is not None:
             self._process.terminate()
             self._wait()
-        return DelayedSubmission(Command(self.program, self.arguments, self.run))
+        return DelayedSubmission(Command(self.program, self.arguments, self.run, requeued=True))
 
     def _wait(self) -> int:
         # Not Popen.wait: a signal may call `checkpoint` while it waits, which would then wait for itself.

@@ -1,7 +1,7 @@
 """Registries: things that are chosen by name, each defined in one file with one decorator.
 
 A registry imports the modules of its package at the first lookup, so that a new file there is found without being named
-anywhere. Modules from outside are plugins: see `load_plugins`.
+anywhere. Where these need torch, the registry lists its entries instead. Modules from outside are plugins: see `load_plugins`.
 """
 
 import difflib

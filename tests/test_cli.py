@@ -117,6 +117,8 @@ for line in {lines}:
         (["pretrain", "demo", "--optim.lrr", "1"], "--optim.lrr: did you mean --optim.lr?"),
         (["sweep", "--vary", "optim.lrr", "1", "2"], "--optim.lrr: did you mean --optim.lr?"),
         (["sweep", "--seeds", "0", "--vary", "optim.lr", "1e-3"], "optim.lr 1e-3: give at least two values"),
+        (["sweep", "--vary"], "give at least two values"),
+        (["sweep", "--vary", "log.no-tensorboard", "true", "false"], "log.no-tensorboard: there is no such field"),
         (["pretrain", "demo", "--lr", "1"], "--lr: did you mean --optim.lr?"),
         (["pretrain", "demo", "more"], "'more'"),
         (["pretrain", "demo", "--log.tensorboard", "False"], "--log.no-tensorboard"),

@@ -5,12 +5,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stop_mim import cli
 from stop_mim.errors import InputError
-from stop_mim.launch import Command, LaunchConfig, make_executor
+from stop_mim.launch import Command, LaunchConfig, make_executor, submit
 from stop_mim.training.pretrain import TrainResult
 
 pytest.importorskip("submitit")
@@ -19,6 +20,7 @@ pytest.importorskip("submitit")
 STAND_IN = """
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 
 run = Path(sys.argv[2])
 print(sys.argv[1], os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"], flush=True)
@@ -105,6 +107,29 @@ def test_sbatch_is_given_what_the_options_say(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("stop_mim.training.pretrain.train", lambda config, **_: trained.append(config) or result)
     cli.main(command.arguments)
     assert [(config.seed, config.out) for config in trained] == [(3, str(command.run))]
+
+
+def test_the_job_of_a_command_is_the_command_itself(tmp_path, monkeypatch):
+    submitted = []
+    job = SimpleNamespace(job_id="1", num_tasks=0)
+    executor = SimpleNamespace(submit=lambda command: submitted.append(command) or job)
+    monkeypatch.setattr("stop_mim.launch.make_executor", lambda *_: executor)
+    submit(["evaluate", "--launch", "slurm", "--task", "knn", "--", "run"], LaunchConfig("slurm"), tmp_path, None)
+    options = ["evaluate", "--launch", "slurm", "--task", "knn", "--launch", "local"]
+    assert submitted[0].arguments == [*options, "--", "run"]
+
+
+@pytest.mark.parametrize("requeued", [False, True])
+def test_a_resume_has_its_own_options_until_it_is_requeued(tmp_path, monkeypatch, requeued):
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr("stop_mim.launch.rank_environment", dict)
+    program = (
+        sys.executable,
+        "-c",
+        f"import sys; open({str(tmp_path / 'given')!r}, 'w').write(' '.join(sys.argv[1:]))",
+    )
+    Command(program, ["resume", str(tmp_path), "--data", "photos"], tmp_path, requeued)()
+    assert (tmp_path / "given").read_text() == f"resume {tmp_path} {'--or-older' if requeued else '--data photos'}"
 
 
 def test_a_failed_command_is_a_failed_job(monkeypatch):

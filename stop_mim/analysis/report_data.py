@@ -55,20 +55,21 @@ MEASUREMENTS = (
 )
 
 
+def _has_target(group: RunGroup) -> bool:
+    """Whether there is a target encoder; its momentum is recorded for every objective."""
+    return any(line.get(SIGNS["ema_distance"].key) for run in group.runs for line in run.metrics)
+
+
 def charts(groups: Sequence[RunGroup], models: Sequence["ModelData"]) -> list[Plain]:
     """Return the charts of the report: every measurement over steps, averaged over seeds, and the spectra of the noise."""
     most = min(MOST_CURVE_POINTS, max(LEAST_CURVE_POINTS, CURVE_POINTS // len(groups)))
-    lines = [line for group in groups for run in group.runs for line in run.metrics]
-    has_target = any(line.get(SIGNS["ema_distance"].key) for line in lines)
     found = []
     for section, key, title, meaning in MEASUREMENTS:
-        # It is recorded for every objective, and means nothing without a target encoder.
-        if key == "ema_momentum" and not has_target:
-            continue
         series = [
             {"run": number, **points}
             for number, group in enumerate(groups)
-            if (points := curve([run.metrics for run in group.runs], key, most)) is not None
+            if (key != "ema_momentum" or _has_target(group))
+            and (points := curve([run.metrics for run in group.runs], key, most)) is not None
         ]
         values = [value for line in series for value in line["y"]]
         # What never changes, such as the noise of fixed positions, needs no chart.

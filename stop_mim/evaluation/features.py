@@ -63,6 +63,10 @@ class Features:
 
     def last(self, layers: int) -> "Features":
         """Return the features of the last layers only."""
+        if layers > self.layers:
+            raise ValueError(
+                f"Features of {layers} layers are asked for, and {self.layers} were extracted: see FeatureTask."
+            )
         return Features(
             tuple(chunk[:, -layers * self.layer_dim :] for chunk in self.chunks), self.indices, self.layer_dim
         )

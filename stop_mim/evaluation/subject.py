@@ -96,7 +96,7 @@ class Subject:
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
         """Name of the encoder's folder for files if several encoders are evaluated."""
-        self._features: dict[tuple[int, int | None, str], Features] = {}
+        self._features: dict[tuple[int, int | None, str, int], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Subject:
     def features(self, labelled: LabelledSet, protocol: Protocol) -> LabelledFeatures:
         """Return features and classes of the readable images of a part of the data."""
         source, view = labelled.source, protocol.test_view_of(self.encoder)
-        key = id(source), view.resize_to, view.interpolation
+        key = id(source), view.resize_to, view.interpolation, self.layers
         known = key in self._features or any_rank(features_folder(self, source, view).exists(), self.ranks)
         if not known and len(labelled) <= FEW_IMAGES * len(source):
             features = extract_features(self, source, view, np.sort(labelled.indices).astype(np.int64))

@@ -96,8 +96,8 @@ class FeatureTask(Task):
 
     @property
     def layers(self) -> int:
-        """Number of last layers that `scores` needs; features are extracted once for all tasks of a command."""
-        return 1
+        """Number of last layers that `scores` needs; default: as many as `linear`, so that tasks share cached features."""
+        return max(options_of(self.config, "linear").layers)
 
     def run(self) -> Iterator[Score]:
         train, test = (

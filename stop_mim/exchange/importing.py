@@ -129,7 +129,7 @@ def _of_timm(model: Any, name: str) -> Encoder:
         raise InputError(f"{name} is not a plain Vision Transformer: choose one of timm's vit_* models.")
     stored = model.pretrained_cfg
     try:
-        mean, std = (from_plain(ChannelValues, stored[value], value) for value in ("mean", "std"))
+        mean, std = (from_plain(ChannelValues, stored.get(value), value) for value in ("mean", "std"))
     except InputError as error:
         raise InputError(
             f"The preprocessing of {name} cannot be read ({str(error).rstrip('.')}): restore it."

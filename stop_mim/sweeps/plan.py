@@ -54,7 +54,7 @@ class SweepConfig(Checked):
     epochs: Annotated[int | None, ABOVE_ZERO] = None
     """Epochs of every run instead of the scale's; the warm-up keeps its fraction."""
     out: Path | None = None
-    """Directory of all runs and of the summary; default: runs/sweep-NAME-SCALE, or with the names of the options given."""
+    """Directory of all runs and of the summary; default: runs/sweep-NAME-SCALE, with varied fields, recipe and compat."""
     side_by_side: Annotated[int, ABOVE_ZERO] = 1
     """Runs at the same time on each GPU, or on the CPU."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)

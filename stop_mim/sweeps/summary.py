@@ -248,7 +248,7 @@ def means_table(summary: Summary) -> Table:
     for variant, row in summary.scores.items():
         n = max((score.n for score in row.values()), default=0)
         rows.append([variant, str(n), *(_mean_cell(column.get(variant)) for column in columns.values())])
-    return Table(title, ["variant", "n", *columns], rows)
+    return Table(title, ["variant", "n", *map(_heading, columns)], rows)
 
 
 def differences_table(summary: Summary) -> Table:
@@ -259,7 +259,12 @@ def differences_table(summary: Summary) -> Table:
             pairs = max((score.difference.pairs for score in row.values() if score.difference is not None), default=0)
             rows.append([variant, str(pairs), *(_difference_cell(column.get(variant)) for column in columns.values())])
     title = f"difference to {summary.plan.baseline}, same seeds [95% interval]"
-    return Table(title, ["variant", "pairs", *columns], rows)
+    return Table(title, ["variant", "pairs", *map(_heading, columns)], rows)
+
+
+def _heading(name: str) -> str:
+    """Return a heading of several lines, so that a table fits the screen."""
+    return name.replace("/", "\n")
 
 
 def _mean_cell(number: Number | None) -> str:
