@@ -37,7 +37,7 @@ from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins, unknown_name
 from stop_mim.sweeps.grid import SWEEPS
 from stop_mim.sweeps.plan import SweepConfig, base_config
-from stop_mim.training.config import SpeedConfig, TrainConfig, require_data
+from stop_mim.training.config import SpeedConfig, TrainConfig, flat, require_data
 from stop_mim.training.config_file import read_config, run_name
 from stop_mim.training.derived import following
 from stop_mim.training.recipes import RECIPES, find_recipe, with_compat
@@ -249,8 +249,11 @@ class Sweep:
     def _axes(self, base: Any) -> dict[str, list[Any]]:
         """Return the fields of --vary with their values, each of the field's type."""
         axes: dict[str, list[Any]] = {}
+        fields = dict(flat(dataclasses.asdict(base)))
         for given_path, *texts in (given or ("",) for given in self.run.vary):
             path, flag = given_path.replace("-", "_"), given_path.replace("_", "-")
+            if path not in fields:
+                raise unknown_name("field", path, fields)
             if len(set(texts)) < max(2, len(texts)):
                 raise InputError(f"--vary {path} {' '.join(texts)}: give at least two values, each once.")
             group, dot, name = flag.rpartition(".")
@@ -259,10 +262,7 @@ class Sweep:
                 given = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
                 config, unknown = parse(TrainConfig, given, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
-                try:
-                    axes.setdefault(path, []).append(operator.attrgetter(path)(config))
-                except AttributeError as error:
-                    raise InputError(f"--vary {given_path}: there is no such field; name one without 'no-'.") from error
+                axes.setdefault(path, []).append(operator.attrgetter(path)(config))
         return axes
 
 

@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from stop_mim.analysis.figures import FIGURES, STYLE
+from stop_mim.analysis import FIGURES
+from stop_mim.analysis.figures import STYLE
 from stop_mim.analysis.report import write_report
 from stop_mim.data.augment import normalise, resize_batch
 from stop_mim.data.image_source import ImageSource

@@ -271,14 +271,7 @@ class ReleasedMasks:
     A context that is too small is drawn again, image by image; after `RELEASE_DRAWS` draws it may cover the last target
     block, then the last two, and so on.
 
-    Args:
-        grid: rows and columns of patches.
-        n_blocks: target blocks an image.
-        target_scale: smallest and largest area of a target block, as a fraction of the grid's.
-        target_aspect: smallest and largest height over width of a target block.
-        context_scale: smallest and largest area of the context block.
-        context_aspect: smallest and largest height over width of the context block.
-        min_context: fewest patches of a context that is not drawn again.
+    The arguments are those of `MultiBlockMasks`, and `min_context`: fewest patches of a context that is not drawn again.
     """
 
     has_fixed_counts = False

@@ -1,15 +1,19 @@
 """Registries: things that are chosen by name, each defined in one file with one decorator.
 
 A registry imports the modules of its package at the first lookup, so that a new file there is found without being named
-anywhere. Where these need torch, the registry lists its entries instead. Modules from outside are plugins: see `load_plugins`.
+anywhere. Modules from outside are plugins: see `load_plugins`.
 """
 
+import ast
 import difflib
 import importlib
 import os
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from stop_mim.errors import InputError
@@ -27,18 +31,35 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
     Args:
         kind: what an entry is called in errors, such as "recipe".
         package: dotted name of a package (or module) whose modules register the built-in entries.
-        places: built-in entries that are imported when they are used, as module:name; listing names imports nothing.
+        slow: dotted name of a module that takes long to import and registers the built-in entries. It is imported when one
+            of them is used; their names and docstrings are read from its source.
     """
 
-    def __init__(self, kind: str, package: str | None = None, places: Mapping[str, str] | None = None) -> None:
-        self.kind, self._package = kind, package
-        self._entries: dict[str, Entry | str] = {**(places or {})}
+    def __init__(self, kind: str, package: str | None = None, slow: str | None = None) -> None:
+        self.kind, self._package, self._slow = kind, package, slow
+        self._entries: dict[str, Entry] = {}
+
+    @cached_property
+    def _listed(self) -> dict[str, str]:
+        """The docstrings of the entries of the slow module, by name."""
+        spec = None if self._slow is None else find_spec(self._slow)
+        if spec is None or spec.origin is None:
+            return {}
+        return {
+            str(decorator.args[0].value): ast.get_docstring(node) or ""
+            for node in ast.parse(Path(spec.origin).read_text("utf-8")).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            for decorator in node.decorator_list
+            if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute)
+            if decorator.func.attr == "register" and isinstance(decorator.args[0], ast.Constant)
+        }
 
     def register(self, name: str) -> Callable[[Registered], Registered]:
         """Return a decorator that adds a function, class or object under `name`."""
 
         def add(entry: Registered) -> Registered:
-            if name in self._entries and self._entries[name] is not entry:
+            is_listed = name in self._listed and getattr(entry, "__module__", None) != self._slow
+            if is_listed or self._entries.get(name, entry) is not entry:
                 raise ValueError(f"The {self.kind} '{name}' is registered twice: choose another name.")
             # The type of the entry is kept, so that a decorated function can still be called directly.
             self._entries[name] = entry  # type: ignore[assignment]
@@ -48,29 +69,30 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 
     def find(self, name: str) -> Entry:
         """Return the entry of that name; raise InputError, with the closest name, if there is none."""
-        self._load()
-        if name in self._entries:
+        if name in self:
             return self[name]
-        raise unknown_name(self.kind, name, self._entries)
+        raise unknown_name(self.kind, name, self)
 
     def summary(self, name: str) -> str:
         """Return the first line of an entry's docstring, its help on the command line."""
-        return (self[name].__doc__ or "").strip().splitlines()[0]
+        return (self._listed.get(name) or self[name].__doc__ or "").strip().splitlines()[0]
 
     def __getitem__(self, name: str) -> Entry:
         self._load()
-        entry = self._entries[name]
-        if isinstance(entry, str):
-            entry = self._entries[name] = pkgutil.resolve_name(entry)
-        return entry
+        if self._slow is not None and name in self._listed:
+            importlib.import_module(self._slow)
+        return self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return name in self._entries or name in self._listed
 
     def __iter__(self) -> Iterator[str]:
         self._load()
-        return iter(self._entries)
+        return iter({**self._listed, **self._entries})
 
     def __len__(self) -> int:
-        self._load()
-        return len(self._entries)
+        return sum(1 for _ in self)
 
     def _load(self) -> None:
         if self._package is None:

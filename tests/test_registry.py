@@ -1,5 +1,8 @@
 """Registries find their entries by name; plugins that exist are tested in test_plugins.py."""
 
+import importlib
+import sys
+
 import pytest
 
 from stop_mim.errors import InputError
@@ -16,14 +19,38 @@ def test_an_unknown_name_is_answered_with_the_closest_one():
         things.find("liner")
 
 
-def test_built_in_entries_are_imported_when_they_are_used():
-    things: Registry[object] = Registry(
-        "thing", places={"far": "no_such_module:thing", "near": "stop_mim.registry:Registry"}
-    )
+FAST = """
+from stop_mim.registry import Registry
+
+THINGS = Registry("thing", slow="slow_things")
+"""
+SLOW = """
+from fast_things import THINGS
+
+@THINGS.register("far")
+def far():
+    '''Far away.
+
+    More.'''
+"""
+
+
+def test_the_entries_of_a_slow_module_are_known_before_it_is_imported(tmp_path, monkeypatch):
+    for name, text in {"fast_things": FAST, "slow_things": SLOW}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    things = importlib.import_module("fast_things").THINGS
+    things.register("near")(len)
     assert [*things] == ["far", "near"]
-    assert things.find("near") is Registry
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        things.find("far")
+    assert len(things) == 2
+    assert things.summary("far") == "Far away."
+    with pytest.raises(ValueError, match="'far' is registered twice"):
+        things.register("far")(len)
+    with pytest.raises(InputError, match="did you mean 'far'"):
+        things.find("farr")
+    assert "slow_things" not in sys.modules
+    assert things.find("far").__name__ == "far"
 
 
 def test_a_name_cannot_be_taken_twice():

@@ -1,6 +1,6 @@
-"""Figures, one function each: the paper's by their numbers, drawn from run directories alone.
+"""Figures, one decorated function each: the paper's by their numbers, drawn from run directories alone.
 
-A figure is a function `(runs, score) -> Figure` in the registry `FIGURES`; its docstring's first line is its help. It
+A figure is a function `(runs, score) -> Figure`; its docstring's first line is its help. It
 raises InputError, which says what is missing, if the runs do not suffice. `score` is the score to show; None: the default.
 """
 
@@ -121,6 +121,7 @@ def draw_figures(
     return written
 
 
+@FIGURES.register("1")
 def idea_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """The idea: an image with masked patches, their fixed positions, samples of their stochastic positions, and the gain.
 
@@ -208,6 +209,7 @@ def _scores_to_compare(
     return (key, spreads) if len(spreads) == 2 else None
 
 
+@FIGURES.register("3")
 def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Accuracy with a learned covariance (tied) and a fixed one (identity), against sigma and against the noise they make.
 
@@ -237,6 +239,7 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     return figure
 
 
+@FIGURES.register("4")
 def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Norms of A and m̃, and accuracy, against sigma."""
     records = [run for run in _records(runs) if run.noise.form in ("tied", "none")]
@@ -261,6 +264,7 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
+@FIGURES.register("5")
 def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Cosines of a position to all fixed ones: without noise, of one sample, and averaged over many."""
     noisy = _side_by_side(runs)
@@ -291,6 +295,7 @@ def similarity_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
+@FIGURES.register("6")
 def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """For a masked patch of each image, how similar its prediction is to the features of all patches."""
     chosen = _side_by_side(runs, noise=False)
@@ -335,6 +340,7 @@ def _draw_heat(figure: Figure, maps: Sequence[tuple[Axes, int, Tensor]], panels:
     figure.colorbar(picture, ax=panels, label=label, shrink=0.8, aspect=30)
 
 
+@FIGURES.register("covariance")
 def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """The spectrum of Σ, the frequencies of its noise, and the noise over training."""
     noisy = _side_by_side(runs)
@@ -370,6 +376,7 @@ def covariance_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
+@FIGURES.register("theory")
 def theory_figure(runs: Sequence[Path] = (), score: str | None = None) -> Figure:
     """Both propositions of the paper by simulation; needs no runs."""
     figure = Figure(figsize=(WIDE, 5.4), layout="constrained")
@@ -431,6 +438,7 @@ def _draw_toy_norms(axes: Axes) -> None:
     axes.legend(title=f"mean ± s.d., {seeds} seeds", title_fontsize=8)
 
 
+@FIGURES.register("loss")
 def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """Loss, learning rate and effective rank of the target features (RankMe) over training."""
     groups = group_seeds(_records(runs))
@@ -455,6 +463,7 @@ def loss_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     return figure
 
 
+@FIGURES.register("positions")
 def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     """What StoP does: masked patches with fixed and with sampled positions, and what models predict of one of them.
 

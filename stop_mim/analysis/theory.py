@@ -5,8 +5,7 @@ prior. Tied, the gradient at A = 0 is exactly that of the model without noise; u
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from stop_mim.seeds import derive_seed, seeded_generator
+from stop_mim.seeds import derive_seed, seeded_generator, seeded_weights
 
 Clean = Callable[[Tensor], Tensor]
 Tying = Literal["tied", "untied"]
@@ -73,7 +72,7 @@ def optimal_predictor(clean: Clean, prior: Prior, noisy: Float[Tensor, " n"]) ->
 def train_predictor(clean: Clean, prior: Prior, steps: int) -> Clean:
     """Train a small network to predict noisy answers Y from R = X + Z under squared error; takes seconds on one core."""
     generator, batch_size, answer_std = seeded_generator("cpu", 0, "smoothing"), 512, 0.2
-    with _seeded_weights(0):
+    with seeded_weights(derive_seed(0, "weights")):
         network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 
     def loss_of(step: int) -> Tensor:
@@ -138,7 +137,7 @@ class ToyPredictor(nn.Module):
     def __init__(self, task: ToyTask, seed: int = 0) -> None:
         super().__init__()
         hidden = 32
-        with _seeded_weights(seed):
+        with seeded_weights(derive_seed(seed, "weights")):
             self.layer = nn.Linear(task.dim, hidden, dtype=torch.float64)
             self.head = nn.Linear(2 * hidden, task.encoder_dim, dtype=torch.float64)
             self.bias = nn.Parameter(0.1 * torch.randn(task.dim, dtype=torch.float64))
@@ -210,11 +209,3 @@ def _minimise(loss_of: Callable[[int], Tensor], parameters: Iterable[nn.Paramete
         loss_of(step).backward()
         optimiser.step()
         schedule.step()
-
-
-@contextmanager
-def _seeded_weights(seed: int) -> Iterator[None]:
-    """Seed the global generator for the initial weights of new layers, and restore it afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "weights"))
-        yield

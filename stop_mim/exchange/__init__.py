@@ -1,4 +1,4 @@
-"""Encoders from and for other libraries. This module lists the export formats without importing torch."""
+"""Encoders from and for other libraries. This module knows the export formats without importing torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +11,6 @@ if TYPE_CHECKING:
     from stop_mim.models.encoder import Encoder
 
 EXPORTERS: Registry[Callable[["Encoder", Path, "Place"], "Exported"]] = Registry(
-    "export format",
-    places={
-        "timm": "stop_mim.exchange.formats:write_timm",
-        "hf": "stop_mim.exchange.formats:write_hub",
-        "onnx": "stop_mim.exchange.formats:write_onnx",
-        "export": "stop_mim.exchange.formats:write_program",
-    },
+    "export format", slow="stop_mim.exchange.formats"
 )
 """Functions that write an encoder's files into a folder; the first line of the docstring is the help text."""

@@ -1,4 +1,4 @@
-"""Export formats: one function each, which writes the files and returns the code that loads them."""
+"""Export formats: one decorated function each, which writes the files and returns the code that loads them."""
 
 import io
 import json
@@ -13,9 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stop_mim.errors import InputError, MissingExtra
-
-# Plugins may import it from here.
-from stop_mim.exchange import EXPORTERS as EXPORTERS
+from stop_mim.exchange import EXPORTERS
 from stop_mim.exchange.importing import CONFIG_FILE, PREPROCESSOR_FILE, WEIGHTS_FILE, to_hub_names
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.encoder_file import NORM_EPS, encoder_metadata
@@ -53,6 +51,7 @@ class Exported(NamedTuple):
     code: list[str]
 
 
+@EXPORTERS.register("timm")
 def write_timm(encoder: Encoder, folder: Path, place: Place) -> Exported:
     """safetensors and config.json for timm.create_model("local-dir:FOLDER", pretrained=True)."""
     metadata = encoder_metadata(encoder)
@@ -93,6 +92,7 @@ def write_timm(encoder: Encoder, folder: Path, place: Place) -> Exported:
     return Exported("timm", code)
 
 
+@EXPORTERS.register("hf")
 def write_hub(encoder: Encoder, folder: Path, place: Place) -> Exported:
     """An IJepaModel for transformers, with its image processor."""
     encoder_metadata(encoder)
@@ -148,6 +148,7 @@ ONNX_FILE, PROGRAM_FILE = "model.onnx", "model.pt2"
 ONNX_TOLERANCE, PROGRAM_TOLERANCE = 1e-4, 1e-5
 
 
+@EXPORTERS.register("onnx")
 def write_onnx(encoder: Encoder, folder: Path, place: Place) -> Exported:
     """An ONNX model for batches of any size; weights of more than 1.5 GiB go into a second file."""
     try:
@@ -182,6 +183,7 @@ def write_onnx(encoder: Encoder, folder: Path, place: Place) -> Exported:
     return Exported("onnx", code)
 
 
+@EXPORTERS.register("export")
 def write_program(encoder: Encoder, folder: Path, place: Place) -> Exported:
     """A torch.export program for batches of any size."""
     program = torch.export.export(encoder, (_random_images(encoder, 2),), dynamic_shapes=_any_batch())

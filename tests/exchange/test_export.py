@@ -11,9 +11,10 @@ import yaml
 import stop_mim
 from stop_mim.cli import main
 from stop_mim.errors import InputError, MissingExtra
+from stop_mim.exchange import EXPORTERS
 from stop_mim.exchange import export as export_module
 from stop_mim.exchange.export import Origin, export_encoder, model_card
-from stop_mim.exchange.formats import EXPORTERS, Exported, Place, require_same_tokens
+from stop_mim.exchange.formats import Exported, Place, require_same_tokens
 from stop_mim.exchange.loading import run_of
 from stop_mim.models.encoder_file import save_encoder
 from stop_mim.results import Evaluation, Score, add_results
