@@ -250,17 +250,20 @@ class Sweep:
         """Return the fields of --vary with their values, each of the field's type."""
         axes: dict[str, list[Any]] = {}
         fields = dict(flat(dataclasses.asdict(base)))
-        for given_path, *texts in (given or ("",) for given in self.run.vary):
+        for given in self.run.vary:
+            if not given:
+                raise InputError("--vary has no value: give a field and its values, such as optim.lr 5e-4 1e-3.")
+            given_path, *texts = given
             path, flag = given_path.replace("-", "_"), given_path.replace("_", "-")
             if path not in fields:
                 raise unknown_name("field", path, fields)
             if len(set(texts)) < max(2, len(texts)):
-                raise InputError(f"--vary {path} {' '.join(texts)}: give at least two values, each once.")
+                raise InputError(f"--vary {' '.join([path, *texts])}: give at least two values, each once.")
             group, dot, name = flag.rpartition(".")
             switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]}
             for text in texts:
-                given = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
-                config, unknown = parse(TrainConfig, given, default=base, prog="stop-mim sweep")
+                options = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
+                config, unknown = parse(TrainConfig, options, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
                 axes.setdefault(path, []).append(operator.attrgetter(path)(config))
         return axes

@@ -11,6 +11,7 @@ import operator
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tyro
@@ -26,7 +27,7 @@ except ImportError:
 
 # Fields of commands whose own fields are options without a prefix.
 UNPREFIXED = ("run", "config", "plan")
-NUMBERS: dict[Any, str] = {int: "whole number", float: "number"}
+NOUNS: dict[Any, str] = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 def one_of(options: dict[str, tuple[Any, str]]) -> Any:
@@ -110,12 +111,12 @@ def _either(choices: Sequence[str]) -> str:
 
 
 def _needs(kind: Any, metavar: str) -> str:
-    """Return what an option of that type takes: numbers in words, such as one or more whole numbers; else the metavar."""
+    """Return what an option of that type takes, such as one or more whole numbers; a metavar of its own says it itself."""
     parts = get_args(kind) or (kind,)
     kinds = [part for part in parts if part not in (types.NoneType, ...)]
-    if len({*kinds}) != 1 or kinds[0] not in NUMBERS:
+    if len({*kinds}) != 1 or kinds[0] not in NOUNS or kinds[0].__name__.upper() not in metavar:
         return metavar
-    noun = NUMBERS[kinds[0]]
+    noun = NOUNS[kinds[0]]
     if ... in parts:
         return f"one or more {noun}s"
     return f"a {noun}" if len(kinds) == 1 else f"{len(kinds)} {noun}s"

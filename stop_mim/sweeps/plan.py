@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each, check_effects
 from stop_mim.errors import InputError
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
@@ -207,7 +207,7 @@ def make_plan(
         raise InputError(f"The scale {config.scale} has no images: add --data with the name of a dataset.")
     for variant, overrides in sweep.variants.items():
         try:
-            with_overrides(base, overrides)
+            check_effects(with_overrides(base, overrides))
         except InputError as error:
             raise InputError(f"The variant '{variant}' cannot run: {error}") from error
     parts = ["sweep", name, *short_names(axes).values(), config.recipe or config.scale, *compat_flag(config)[1:]]
