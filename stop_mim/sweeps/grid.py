@@ -25,7 +25,8 @@ COVARIANCE_SIGMAS = (0.05, 0.1, 0.25, 0.5, 1.0)
 # A fixed covariance makes more noise at the same sigma: at these values, about as much as a learned one.
 SMALL_SIGMAS = (0.001, 0.01)
 SIGMAS = (0.0, 0.001, 0.01, 0.1, 0.25, 1.0, 10.0)
-L1_STRENGTHS = (1.0, 10.0, 100.0)
+# StoP shrinks A to three quarters, a strength of 1 to a third (docs/experiments.md).
+L1_STRENGTHS = (0.01, 0.1, 1.0)
 LOW_RANKS = (8, 32)
 
 FIXED: Overrides = {"positions.kind": "sincos"}

@@ -71,7 +71,7 @@ def test_labelled_images_are_those_of_the_options():
 
 def test_another_recipe_takes_the_length_of_the_scale():
     config = SweepConfig(scale="tiny-imagenet", recipe="mae-tiny-imagenet", data="photos")
-    with pytest.raises(InputError, match=r"'l1-1'.*l1_strength is 1\.0.*mae"):
+    with pytest.raises(InputError, match=r"'l1-0\.01'.*l1_strength is 0\.01.*mae"):
         make_plan("regularisation", config)
     plan = make_plan("positions", config)
     assert next(plan.jobs(config)).pretrain[:2] == ("pretrain", "mae-tiny-imagenet")
