@@ -53,8 +53,7 @@ class ImageSource(ABC):
     def fingerprint(self, times: bool = True) -> str:
         """A short hexadecimal name of the contents: it changes when the data change.
 
-        Args:
-            times: False ignores modification times and reads more bytes, so that a copy of the data has the same name.
+        Without `times` it ignores modification times and reads more bytes, so that a copy of the data has the same name.
         """
 
     def image_name(self, index: int) -> str:
@@ -150,14 +149,9 @@ def class_labels(classes: np.ndarray | None) -> Labels:
 
 
 class BadImages:
-    """The bad images of a dataset, by description; the list in `file` is continued on resume.
+    """The bad images of a dataset, by description; the list in `file`, one a line, is continued on resume.
 
-    Args:
-        source_name: the dataset.
-        total: its number of images.
-        file: the list of bad images, one a line.
-        max_fraction: a larger fraction of bad images is an InputError; default: 1%.
-        show: shows a message for each of the first bad images.
+    More than `max_fraction` (default: 1%) of all images is an InputError. `show` shows each of the first ones.
     """
 
     def __init__(
@@ -170,8 +164,7 @@ class BadImages:
     ) -> None:
         self.source_name, self.total, self.file, self.show = source_name, total, file, show
         self.max_fraction = MAX_BAD_FRACTION if max_fraction is None else max_fraction
-        lines = file.read_text().splitlines() if file is not None and file.exists() else []
-        self._known = set(lines)
+        self._known = set(file.read_text().splitlines() if file is not None and file.exists() else [])
 
     def __len__(self) -> int:
         return len(self._known)
