@@ -202,16 +202,6 @@ def test_what_is_drawn_from_a_class_does_not_depend_on_the_others():
     assert before[LABELS[before] == 1].tolist() != after[LABELS[after] == 1].tolist()
 
 
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        (lambda: draw_per_class(LABELS, 8, 0, 0, ["a", "b", "c", "d"]), r"class 3 \(d\) has 7 images, and 8"),
-        (lambda: draw_per_class(LABELS, 0, 0), "is 0"),
-        (lambda: draw_fraction(LABELS, 1.5, 0), r"is 1\.5"),
-        (lambda: draw_fraction(LABELS, float("nan"), 0), "is nan"),
-        (lambda: draw_fraction(LABELS[:0], 0.5, 0), "no labels to draw"),
-    ],
-)
-def test_draws_that_cannot_be_made_are_refused(attempt, message):
-    with pytest.raises(InputError, match=message):
-        attempt()
+def test_a_draw_of_more_than_a_class_has_is_refused():
+    with pytest.raises(InputError, match=r"class 3 \(d\) has 7 images, and 8"):
+        draw_per_class(LABELS, 8, 0, 0, ["a", "b", "c", "d"])
