@@ -1,6 +1,5 @@
 """Labelled sets: what they refuse, what is held out of them, lists of images by name, and draws from each class."""
 
-import os
 import pickle
 
 import numpy as np
@@ -10,7 +9,6 @@ from written_images import one_sentence
 
 from stop_mim.data.image_source import ImageSource
 from stop_mim.data.labelled import LabelledSet, draw_fraction, draw_per_class, hold_out, read_image_list
-from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 
 
@@ -152,13 +150,6 @@ def test_unusable_lists_are_refused(tmp_path, content, message):
     with pytest.raises(InputError, match=message) as error:
         read_image_list(path, Named("a/1.png", "b/2.png", "b/1.png"))
     one_sentence(error)
-
-
-def test_a_list_for_real_parquet_data(real_data, tmp_path):
-    source = open_source(str(real_data("cifar-100") / "test.parquet"))
-    wanted = [9_999, 0, 4_321]
-    lines = [os.path.splitext(source.image_name(index))[0] for index in wanted]
-    assert found(tmp_path, "\n".join(lines), source) == wanted
 
 
 # Draws
