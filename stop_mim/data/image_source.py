@@ -24,7 +24,7 @@ UNREAD_PHOTOS = frozenset({".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".
 
 
 class ImageSource(ABC):
-    """Images by index, with labels for all of them or for none; can be pickled.
+    """Images by index, from 0, with labels for all of them or for none; can be pickled.
 
     A subclass defines `encoded` if its images are stored in a file format, otherwise `read`.
     """
@@ -70,7 +70,6 @@ class ImageSource(ABC):
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
         """The image as RGB; raises BadImage."""
-        self.check_index(index)
         return decode_image(self.encoded(index) or b"", self.describe(index))
 
     def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
@@ -79,7 +78,6 @@ class ImageSource(ABC):
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
-        self.check_index(index)
         encoded = self.encoded(index)
         if encoded is None:
             _, height, width = self.read(index).shape
@@ -96,11 +94,6 @@ class ImageSource(ABC):
     def stacked(self) -> UInt8[Tensor, "n 3 height width"] | None:
         """All images, if they are in memory and decoded."""
         return None
-
-    def check_index(self, index: int) -> None:
-        """Raise IndexError for an index outside the source, negative ones included."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name} has {len(self)} images, and no image {index}")
 
 
 def first_good(source: ImageSource, index: int) -> tuple[OpenedImage, list[str]]:

@@ -35,10 +35,6 @@ def test_class_folders(tmp_path):
     assert [source.image_name(index) for index in range(3)] == ["cat/z.webp", "dog/b.PNG", "dog/deep/a.Jpeg"]
     assert source.size(2) == (4, 6)
     assert source.stacked() is None
-    with pytest.raises(IndexError):
-        source.read(-1)
-    with pytest.raises(IndexError):
-        source.size(3)
 
 
 def test_bad_files_in_a_folder_are_bad_images(tmp_path):

@@ -92,7 +92,6 @@ class FileSource(ImageSource):
         return read_file(path, path, self._state(index))
 
     def size(self, index: int) -> tuple[int, int]:
-        self.check_index(index)
         path = self.describe(index)
         try:
             with open(path, "rb") as file:
