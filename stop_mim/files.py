@@ -76,16 +76,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder next to `path`, then rename it to `path`."""
-
-    def fill(draft: Path) -> None:
-        draft.mkdir()
-        write(draft)
-
-    write_atomically(path, fill)
-
-
 def append_line(path: Path, text: str) -> None:
     """Add a line to a file; an error names the file."""
     with failures_as_oserror(path), path.open("a") as file:
@@ -134,11 +124,9 @@ def require_regular(path: Path | str) -> os.stat_result | None:
 
 
 def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the tensors of a file, mapped into memory, and its metadata; raise InputError if it is damaged.
+    """Return the tensors of a file, mapped into memory, and its metadata; without `tensors` the metadata alone.
 
-    Args:
-        path: the file.
-        tensors: False reads the metadata alone.
+    A damaged file is an InputError.
     """
     require_regular(path)
     try:
@@ -152,10 +140,8 @@ def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], 
 def remove_temporaries(folder: Path, names: Iterable[str], older_than_s: float = 0) -> None:
     """Remove the temporary files of killed processes that were in `write_atomically`.
 
-    Args:
-        folder: the folder.
-        names: names of the files that were written, or glob patterns of them.
-        older_than_s: keep younger files, which another process may still be writing if there is no lock.
+    `names` are those of the files that were written, or glob patterns of them. Without a lock, another process may still be
+    writing files younger than `older_than_s`.
     """
     for temporary in [found for name in names for found in folder.glob(f".{name}.????????")]:
         with suppress(OSError):

@@ -19,11 +19,7 @@ class CacheError(InputError):
 
 
 def cached_file(name: str, write: Callable[[Path], object]) -> Path:
-    """Return the cached file (or folder) of this name; if it is missing, `write(path)` makes it.
-
-    Raises:
-        CacheError: the file cannot be written.
-    """
+    """Return the cached file (or folder) of this name; if it is missing, `write(path)` makes it. Raises CacheError."""
     path = cache_folder() / name
     if path.exists():
         return path

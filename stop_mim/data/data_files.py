@@ -181,14 +181,9 @@ def file_state(path: Path | str) -> tuple[int, int]:
 
 
 def read_file(path: Path | str, name: str, before: tuple[int, int] | None, offset: int = 0, size: int = -1) -> bytes:
-    """Return bytes of a file; raise BadImage if they cannot be read, InputError if the file has changed.
+    """Return bytes of a file; raise BadImage, with the image's name, if they cannot be read, InputError if it has changed.
 
-    Args:
-        path: the file.
-        name: the image's name in errors.
-        before: the result of `file_state` when the data were opened; None if the file may change.
-        offset: of the first byte.
-        size: number of bytes; default: all.
+    `before` is the result of `file_state` when the data were opened; None if the file may change.
     """
     try:
         with open(path, "rb", buffering=0) as file:

@@ -131,10 +131,10 @@ def cut(
     return functional.interpolate(inside, size, mode=interpolation, antialias=True)[0].permute(1, 2, 0)
 
 
-def image_size(encoded: bytes | io.BufferedReader, name: str) -> tuple[int, int]:
+def image_size(encoded: bytes, name: str) -> tuple[int, int]:
     """Return (height, width) of the upright image, from the header alone."""
     with _failures_as_bad_image(name):
-        image = _open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
+        image = _open(encoded)
         exchanged = _orientation(image) in _EXCHANGED
         return (image.width, image.height) if exchanged else (image.height, image.width)
 
@@ -153,7 +153,7 @@ def quieten_pillow() -> None:
 
 def _decode_with_pillow(encoded: bytes, name: str) -> UInt8[Tensor, "height width 3"]:
     with _failures_as_bad_image(name):
-        image = _open(io.BytesIO(encoded))
+        image = _open(encoded)
         check_pixels(image.height, image.width)
         orientation, pixels = _orientation(image), _interleaved(image)
         pixels = pixels.transpose(0, 1) if orientation in _EXCHANGED else pixels
@@ -169,7 +169,7 @@ def check_pixels(height: int, width: int) -> None:
 def _decode_shrunk_jpeg(encoded: bytes, name: str, shrink: int) -> UInt8[Tensor, "height width 3"]:
     """Decode a usual JPEG at a fraction of its size, which libjpeg makes from the lowest frequencies of each block."""
     with _failures_as_bad_image(name):
-        image = _open(io.BytesIO(encoded))
+        image = _open(encoded)
         image.draft("RGB", (image.width // shrink, image.height // shrink))
         return _interleaved(image)
 
@@ -202,11 +202,10 @@ def _failures_as_bad_image(name: str) -> Iterator[None]:
         raise BadImage(name, first_line(error)) from error
 
 
-def _open(stream: io.BytesIO | io.BufferedReader) -> PIL.Image.Image:
-    if not stream.read(1):
+def _open(encoded: bytes) -> PIL.Image.Image:
+    if not encoded:
         raise ValueError("the file is empty")
-    stream.seek(0)
-    image = PIL.Image.open(stream, formats=_FORMATS)
+    image = PIL.Image.open(io.BytesIO(encoded), formats=_FORMATS)
     if not image.height * image.width:
         raise ValueError(f"an image of {image.width}x{image.height} pixels")
     return image

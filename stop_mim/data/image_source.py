@@ -24,7 +24,7 @@ UNREAD_PHOTOS = frozenset({".heic", ".heif", ".avif", ".dng", ".cr2", ".cr3", ".
 
 
 class ImageSource(ABC):
-    """Images by index, with labels for all of them or for none; can be pickled.
+    """Images by index, from 0, with labels for all of them or for none; can be pickled.
 
     A subclass defines `encoded` if its images are stored in a file format, otherwise `read`.
     """
@@ -53,8 +53,7 @@ class ImageSource(ABC):
     def fingerprint(self, times: bool = True) -> str:
         """A short hexadecimal name of the contents: it changes when the data change.
 
-        Args:
-            times: False ignores modification times and reads more bytes, so that a copy of the data has the same name.
+        Without `times` it ignores modification times and reads more bytes, so that a copy of the data has the same name.
         """
 
     def image_name(self, index: int) -> str:
@@ -71,7 +70,6 @@ class ImageSource(ABC):
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
         """The image as RGB; raises BadImage."""
-        self.check_index(index)
         return decode_image(self.encoded(index) or b"", self.describe(index))
 
     def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
@@ -80,7 +78,6 @@ class ImageSource(ABC):
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) of the image, without decoding it where there is a header; raises BadImage."""
-        self.check_index(index)
         encoded = self.encoded(index)
         if encoded is None:
             _, height, width = self.read(index).shape
@@ -97,11 +94,6 @@ class ImageSource(ABC):
     def stacked(self) -> UInt8[Tensor, "n 3 height width"] | None:
         """All images, if they are in memory and decoded."""
         return None
-
-    def check_index(self, index: int) -> None:
-        """Raise IndexError for an index outside the source, negative ones included."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.name} has {len(self)} images, and no image {index}")
 
 
 def first_good(source: ImageSource, index: int) -> tuple[OpenedImage, list[str]]:
@@ -150,14 +142,9 @@ def class_labels(classes: np.ndarray | None) -> Labels:
 
 
 class BadImages:
-    """The bad images of a dataset, by description; the list in `file` is continued on resume.
+    """The bad images of a dataset, by description; the list in `file`, one a line, is continued on resume.
 
-    Args:
-        source_name: the dataset.
-        total: its number of images.
-        file: the list of bad images, one a line.
-        max_fraction: a larger fraction of bad images is an InputError; default: 1%.
-        show: shows a message for each of the first bad images.
+    More than `max_fraction` (default: 1%) of all images is an InputError. `show` shows each of the first ones.
     """
 
     def __init__(
@@ -170,8 +157,7 @@ class BadImages:
     ) -> None:
         self.source_name, self.total, self.file, self.show = source_name, total, file, show
         self.max_fraction = MAX_BAD_FRACTION if max_fraction is None else max_fraction
-        lines = file.read_text().splitlines() if file is not None and file.exists() else []
-        self._known = set(lines)
+        self._known = set(file.read_text().splitlines() if file is not None and file.exists() else [])
 
     def __len__(self) -> int:
         return len(self._known)

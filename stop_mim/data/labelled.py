@@ -106,8 +106,6 @@ def draw_per_class(
     labels: Int[np.ndarray, " n"], per_class: int, seed: int, draw: int = 0, class_names: Sequence[str] = ()
 ) -> Int64[np.ndarray, " k"]:
     """Draw `per_class` images of each class, sorted; a larger draw of the same number contains the smaller ones."""
-    if per_class < 1:
-        raise InputError(f"The number of images of each class is {per_class}: give at least 1.")
 
     def wanted(label: int, available: int) -> int:
         if available < per_class:
@@ -122,14 +120,10 @@ def draw_per_class(
 
 def draw_fraction(labels: Int[np.ndarray, " n"], fraction: float, seed: int, draw: int = 0) -> Int64[np.ndarray, " k"]:
     """Draw a fraction of each class, at least one image, sorted; a larger draw contains the smaller ones."""
-    if not 0 < fraction <= 1:
-        raise InputError(f"The fraction of the images is {fraction}: give a number above 0 and up to 1.")
     return _draw(labels, lambda _, available: max(1, round(fraction * available)), seed, draw)
 
 
 def _draw(labels: np.ndarray, wanted: Callable[[int, int], int], seed: int, draw: int) -> Int64[np.ndarray, " k"]:
-    if not len(labels):
-        raise InputError("There are no labels to draw images by: give data with a label for each image.")
     order = np.argsort(labels, kind="stable")
     classes, starts = np.unique(labels[order], return_index=True)
     chosen = []

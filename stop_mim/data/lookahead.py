@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import fields, is_dataclass
-from itertools import count, islice
+from itertools import count, cycle
 from multiprocessing import connection, parent_process
 from typing import Any, TypeVar, cast
 
@@ -96,20 +96,15 @@ def fetched(
 ) -> Generator[Request, None, None]:
     """Yield requests whose blocks have been fetched; a thread fetches the blocks of later requests.
 
-    Args:
-        requests: for images of a source.
-        fetch: fetches a block of the source, by its number.
-        ends: the end of each block.
+    `fetch` fetches a block by its number, and `ends` has the end of each block. `taken_ahead` cannot do this: it takes an
+    item, which starts its work, before it knows whether there is room.
     """
-    waiting: deque[tuple[Request, set[int], Future[None]]] = deque()
-
-    def fetch_all(blocks: list[int]) -> None:
-        for block in blocks:
-            fetch(block)
+    waiting: deque[tuple[Request, set[int], list[Future[object]]]] = deque()
 
     def first() -> Request:
-        request, _, done = waiting.popleft()
-        done.result()
+        request, _, fetches = waiting.popleft()
+        for one in fetches:
+            one.result()
         return request
 
     fetcher = ThreadPoolExecutor(1, "fetch")
@@ -119,7 +114,7 @@ def fetched(
             # Waiting requests must not need more blocks than the cache keeps.
             while waiting and len(blocks.union(*(one for _, one, _ in waiting))) > BLOCKS_AHEAD:
                 yield first()
-            waiting.append((request, blocks, fetcher.submit(fetch_all, sorted(blocks))))
+            waiting.append((request, blocks, [fetcher.submit(fetch, block) for block in sorted(blocks)]))
             if len(waiting) > _FETCHED_AHEAD:
                 yield first()
         while waiting:
@@ -201,25 +196,20 @@ def mapped(
         for process, (_, theirs) in zip(processes, pipes, strict=True):
             process.start()
             theirs.close()
-        yield from _exchange(ours, processes, iter(requests), ahead)
+        for pipe, process in taken_ahead(_sent(requests, list(zip(ours, processes, strict=True))), ahead - 1):
+            yield _receive(pipe, process)
     finally:
         atexit.unregister(end)
         end()
 
 
-def _exchange(
-    pipes: list[connection.Connection], processes: list[Any], requests: Iterator[Any], ahead: int
-) -> Iterator[Any]:
-    sent = 0
-    for number in count():
-        for request in islice(requests, ahead + number - sent):
-            # A worker that has died is reported when its result is due.
-            with suppress(BrokenPipeError, ConnectionResetError):
-                pipes[sent % len(pipes)].send(request)
-            sent += 1
-        if number == sent:
-            return
-        yield _receive(pipes[number % len(pipes)], processes[number % len(pipes)])
+def _sent(requests: Iterable[Any], workers: list[tuple[connection.Connection, Any]]) -> Iterator[Any]:
+    """Send each request to the next worker; yield the worker."""
+    for request, (pipe, process) in zip(requests, cycle(workers), strict=False):
+        # A worker that has died is reported when its result is due.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            pipe.send(request)
+        yield pipe, process
 
 
 def _receive(pipe: connection.Connection, process: Any) -> Any:

@@ -51,8 +51,6 @@ class ShuffledOrder:
         drop_last: bool = True,
         blocks: Int[np.ndarray, " blocks"] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}: give a number above zero.")
         self.images = _positions(images)
         self._block = None if blocks is None else np.searchsorted(blocks, self.images, side="right")
         self.seed, self.rank, self.world_size, self.drop_last = seed, rank, world_size, drop_last
@@ -107,8 +105,6 @@ class SequentialOrder:
     def __init__(
         self, images: int | Int[np.ndarray, " n"], batch_size: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        if batch_size < 1:
-            raise InputError(f"batch_size is {batch_size}: give a number above zero.")
         self.images, self.batch_size = _positions(images)[rank::world_size], batch_size
         self.batches_per_epoch = -(-len(self.images) // batch_size)
         self.length: int | None = self.batches_per_epoch

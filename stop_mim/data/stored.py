@@ -76,13 +76,7 @@ def store_images(
 ) -> StoredImages:
     """Decode images of a source. Where they are at least half of the source, all of it is decoded and cached.
 
-    Args:
-        source: the source.
-        images: positions of the images.
-        size: their height and width.
-        workers: processes that decode.
-        progress: shows the decoding.
-        view: resizes every image to `size`; without it, an image of another size raises MixedSizes.
+    The view resizes every image to `size`; without it, an image of another size raises MixedSizes.
     """
     stacked = source.stacked()
     if stacked is not None and view is None:
@@ -197,14 +191,8 @@ def _cached_images(
 class Resident:
     """Whole images in memory; from host memory they are copied to the device ahead of use, through page-locked memory.
 
-    Args:
-        source: the images' source.
-        stored: its decoded images.
-        images: the images that are shown, as positions in the source.
-        device: where they are used.
-        batch_size: the most images of a request.
-        budget: bytes of the device's memory that they may take.
-        replace_bad: show the next good image in place of a bad one; otherwise it is left out.
+    They are kept on the device if they take at most `budget` bytes there. `images` are those that are shown; with
+    `replace_bad` the next good one takes the place of a bad one, which is left out otherwise.
     """
 
     def __init__(

@@ -121,8 +121,8 @@ class FolderVideo(Video):
         path = self.mask_path(index)
         mask = read_mask(path, white=VOID if self._is_numbered else 1)
         frame_path = self.frame_paths[index]
-        with _readable(frame_path), frame_path.open("rb") as file:
-            size = image_size(file, str(frame_path))
+        with _readable(frame_path):
+            size = image_size(frame_path.read_bytes(), str(frame_path))
         if tuple(mask.shape) != size:
             raise InputError(
                 f"{path} has {mask.shape[1]}x{mask.shape[0]} pixels and its frame has {size[1]}x{size[0]}: give masks of "

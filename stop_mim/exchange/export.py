@@ -13,7 +13,7 @@ from stop_mim.exchange import EXPORTERS
 from stop_mim.exchange.formats import Exported, Place
 from stop_mim.exchange.loading import load_encoder, locate
 from stop_mim.exchange.releases import RELEASE
-from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_folder
+from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_atomically
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.encoder_file import ENCODER_FILE
 from stop_mim.results import RESULTS_FILE, read_results
@@ -62,11 +62,12 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
         licence = licence or "cc-by-nc-4.0"
 
     def write(folder: Path) -> None:
+        folder.mkdir()
         exported = write_files(encoder, folder, place)
         (folder / CARD_FILE).write_text(model_card(encoder, origin, exported, licence))
 
     remove_temporaries(out.parent, [out.name], older_than_s=SECONDS_A_DAY)
-    write_folder(out, write)
+    write_atomically(out, write)
     if push is not None:
         _push(out, push, token)
     return out

@@ -13,12 +13,13 @@ MEAN, STD = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, I
 
 
 class Painted(ImageSource):
-    """Red is the index of the image, green its label (unrelated to the index), blue grows to the right."""
+    """Red is the index of the image, green its label (unrelated to the index), blue grows from the first pixel to the last."""
 
-    def __init__(self, count=COUNT, bad=(), sizes=((10, 12),), in_memory=False):
-        self.classes = np.random.default_rng(1).integers(0, 7, count)
+    def __init__(self, count=COUNT, bad=(), sizes=((10, 12),), in_memory=False, seed=1):
+        self.classes = np.random.default_rng(seed).integers(0, 7, count)
         super().__init__("painted", {"class": self.classes})
-        self.count, self.bad, self.sizes, self.in_memory, self.reads = count, set(bad), sizes, in_memory, []
+        self.count, self.bad, self.sizes, self.in_memory, self.seed = count, set(bad), sizes, in_memory, seed
+        self.reads = []
 
     def __len__(self):
         return self.count
@@ -30,7 +31,7 @@ class Painted(ImageSource):
         height, width = self.size(index)
         pixels = torch.empty(3, height, width, dtype=torch.uint8)
         pixels[0], pixels[1] = index, int(self.classes[index]) * 30
-        pixels[2] = torch.linspace(0, 255, width).to(torch.uint8)
+        pixels[2] = torch.linspace(0, 255, height * width).to(torch.uint8).reshape(height, width)
         return pixels
 
     def size(self, index):
@@ -40,7 +41,7 @@ class Painted(ImageSource):
         return f"image {index}"
 
     def fingerprint(self, times=True):
-        return "painted"
+        return f"painted {self.seed}"
 
     def stacked(self):
         return torch.stack([self.read(index) for index in range(self.count)]) if self.in_memory else None

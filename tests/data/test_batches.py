@@ -243,17 +243,17 @@ def test_a_gpu_shows_what_the_cpu_shows(mode, workers, budget, monkeypatch):
 
 
 class StandIn:
-    """Decodes as nvJPEG would, all or nothing, and remembers what it was given."""
+    """Decodes as nvJPEG would, all or nothing, some with a wrong size, and remembers what it was given."""
 
-    def __init__(self, refused=()):
-        self.refused, self.calls = refused, []
+    def __init__(self, refused=(), wrong=()):
+        self.refused, self.wrong, self.calls = refused, wrong, []
 
     def __call__(self, encoded):
         files = [bytes(file.numpy()) for file in encoded]
         self.calls.append(files)
         if any(file in self.refused for file in files):
             raise RuntimeError("nvjpegDecodeBatched failed")
-        return [decode_image(file, "a") for file in files]
+        return [decode_image(file, "a")[:, int(file in self.wrong) :] for file in files]
 
     @property
     def decoded(self):
@@ -281,13 +281,18 @@ def test_what_a_gpu_cannot_decode_is_decoded_on_the_cpu(jpegs, monkeypatch):
         (jpegs / f"{number:04d}.jpg").unlink()
         picture(number, 30, 40).save(jpegs / f"{number:04d}.{kind}")
     picture(4, 60, 60).save(jpegs / "0004.jpg")
+    picture(5, 30, 40).convert("L").save(jpegs / "0005.jpg")
+    # A JPEG ends with its marker, and with zeros after it at most.
+    for number, ending in ((6, b"more"), (8, bytes(10))):
+        with (jpegs / f"{number:04d}.jpg").open("ab") as file:
+            file.write(ending)
     monkeypatch.setattr(gpu_decode, "PIXELS_AT_ONCE", 36 * 46)
     source = open_source(str(jpegs))
     files = [source.encoded(index) for index in range(24)]
-    decoder = StandIn(refused=(files[7], files[20]))
+    decoder = StandIn(refused=(files[7], files[20]), wrong=(files[21],))
     expected, found = by_image(make(source, "streaming"), 3), by_image(decoded_by(decoder, source), 3)
     assert max((found[key] - image).abs().mean() for key, image in expected.items()) < 0.01
-    assert decoder.decoded == set(files[5:]) - set(decoder.refused)
+    assert decoder.decoded == set(files[7:]) - set(decoder.refused)
 
 
 def test_bad_images_among_those_for_a_gpu_are_replaced_or_left_out(jpegs):

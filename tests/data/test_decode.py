@@ -25,7 +25,7 @@ from stop_mim.data.decode import (
     image_size,
     jpeg_header,
 )
-from stop_mim.data.gpu_decode import cut_each, decode_on_gpu, suits_gpu
+from stop_mim.data.gpu_decode import cut_each
 
 WIDTH, HEIGHT = 40, 24
 
@@ -119,11 +119,8 @@ def test_of_an_animation_the_first_frame_is_read():
     assert decode_image(encoded, "a")[:, 0, 0].tolist() == [255, 0, 0]
 
 
-def test_image_size_reads_a_file_no_further_than_its_header(tmp_path):
-    path = tmp_path / "a.jpg"
-    path.write_bytes(encode(picture(), "JPEG")[:650])
-    with open(path, "rb") as file:
-        assert image_size(file, "a") == (HEIGHT, WIDTH)
+def test_the_header_is_enough_for_the_size():
+    assert image_size(encode(picture(), "JPEG")[:650], "a") == (HEIGHT, WIDTH)
 
 
 BAD = {
@@ -256,23 +253,3 @@ def test_parts_that_are_cut_together_are_each_their_own(sizes, at_once, monkeypa
     for crop, image, box in zip(cut_each(images, boxes, (16, 24), "bicubic"), images, boxes, strict=True):
         expected = cut(image.permute(1, 2, 0), box, (16, 24), "bicubic").permute(2, 0, 1)
         assert (crop.int() - expected.int()).abs().max() <= 1
-
-
-def test_failures_of_a_gpu_are_found_by_halving_and_wrong_sizes_are_not_believed():
-    def decoder(encoded):
-        if any(int(file[-1]) in (2, 5) for file in encoded):
-            raise RuntimeError("cannot decode")
-        return [torch.zeros(3, 4, 5 if int(file[-1]) == 6 else 4) + int(file[-1]) for file in encoded]
-
-    files = [OpenedImage(None, (4, 4), bytes([number])) for number in range(8)]
-    decoded = decode_on_gpu(decoder, files)
-    assert [None if image is None else int(image[0, 0, 0]) for image in decoded] == [0, 1, None, 3, 4, None, None, 7]
-
-
-def test_a_gpu_is_given_whole_jpegs_in_colour():
-    suits = {case: suits_gpu(OpenedImage.of(encoded, "a")) for case, encoded in USUAL.items()}
-    assert [case for case, suit in suits.items() if not suit] == ["grey"]
-    whole = USUAL["full colour"]
-    assert suits_gpu(OpenedImage.of(whole + bytes(10), "a"))
-    for encoded in (whole + b"more", whole[:-1], encode(smooth(0, 45, 70), "PNG"), UNUSUAL["lying by EXIF"]):
-        assert not suits_gpu(OpenedImage.of(encoded, "a"))

@@ -35,19 +35,6 @@ def test_class_folders(tmp_path):
     assert [source.image_name(index) for index in range(3)] == ["cat/z.webp", "dog/b.PNG", "dog/deep/a.Jpeg"]
     assert source.size(2) == (4, 6)
     assert source.stacked() is None
-    with pytest.raises(IndexError):
-        source.read(-1)
-    with pytest.raises(IndexError):
-        source.size(3)
-
-
-def test_a_flat_folder_has_no_labels(tmp_path):
-    for shade in (2, 1):
-        write(tmp_path / f"{shade}.png", shade)
-    source = open_source(str(tmp_path))
-    assert source.labels == {}
-    assert source.class_names == ()
-    assert shades(source) == [1, 2]
 
 
 def test_bad_files_in_a_folder_are_bad_images(tmp_path):
@@ -96,6 +83,8 @@ def test_unusable_folders_are_refused(tmp_path):
 
 def test_images_at_the_top_and_below_are_read_without_labels_and_other_files_are_counted(tmp_path):
     write(tmp_path / "a.png", 1)
+    flat = open_source(str(tmp_path))
+    assert (flat.labels, flat.no_labels) == ({}, "")
     write(tmp_path / "cat" / "deep" / "b.png", 2)
     for name in ("notes.txt", "c.HEIC", "cat/d.heic", "README", ".hidden.txt"):
         (tmp_path / name).write_text("no image")

@@ -119,7 +119,7 @@ def test_rows_without_bytes_are_bad_images_whatever_file_they_name(tmp_path):
 
 def test_large_parquet_sets_are_memory_mapped_and_converted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "MEMORY_LIMIT", 1)
-    monkeypatch.setattr(parquet, "_ROWS_A_BATCH", 2)
+    monkeypatch.setattr(parquet, "_ROWS_AT_ONCE", 2)
     write_parquet(tmp_path / "a.parquet", [1, 2, 3], [0, 1, 2], ["a", "b", "c"])
     write_parquet(tmp_path / "b.parquet", [4, 5], [3, 4])
     source = open_source(str(tmp_path / "*.parquet"))

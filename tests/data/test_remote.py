@@ -17,7 +17,7 @@ from stop_mim.data.augment import AugmentConfig, RandomCrop
 from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.lookahead import mapped
 from stop_mim.data.order import BLOCKS_TOGETHER, ShuffledOrder
-from stop_mim.data.sources import absolute_name, open_source, parquet
+from stop_mim.data.sources import open_source, parquet
 from stop_mim.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("own_folders")
@@ -81,7 +81,6 @@ def test_shards_and_parquet_files_over_http(server, monkeypatch):
         opened.read(0)
     assert shades(open_source(f"{url}/p-1.parquet")) == [9, 9, 9]
     assert open_source(f"{url}/p-1.parquet").fingerprint() != before
-    assert absolute_name(f"wds:{url}/s-{{0..2}}.tar") == f"wds:{url}/s-{{0..2}}.tar"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from stop_mim.data.data_files import file_state, read_file
-from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage, image_size
+from stop_mim.data.decode import IMAGE_EXTENSIONS, BadImage
 from stop_mim.data.image_source import UNREAD_PHOTOS, ImageSource, Labels, class_labels, digest
 from stop_mim.data.sources import SPLIT_NAMES, are_splits, choose_split, source
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
@@ -90,15 +90,6 @@ class FileSource(ImageSource):
     def encoded(self, index: int) -> bytes:
         path = self.describe(index)
         return read_file(path, path, self._state(index))
-
-    def size(self, index: int) -> tuple[int, int]:
-        self.check_index(index)
-        path = self.describe(index)
-        try:
-            with open(path, "rb") as file:
-                return image_size(file, path)
-        except OSError as error:
-            raise BadImage(path, error.strerror or str(error)) from error
 
     def image_name(self, index: int) -> str:
         return os.fsdecode(bytes(self._paths[index])).replace(os.sep, "/")

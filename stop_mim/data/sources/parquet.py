@@ -27,11 +27,9 @@ from stop_mim.errors import InputError
 MEMORY_LIMIT = 2 * 2**30
 """Sets of files below this many bytes are held in memory."""
 
-# Small batches: Arrow cannot read 2 GiB of nested bytes into one array.
-_ROWS_A_BATCH, _BYTES_A_BATCH = 256, 2**26
 # The most bytes that a file may unpack to: a multiple of its size plus a constant. Images hardly compress.
 UNPACKED_TIMES, UNPACKED_BYTES = 100, 2**24
-# Rows that are unpacked before they are counted.
+# Rows that are unpacked before they are counted. Arrow cannot read 2 GiB of nested bytes into one array.
 _ROWS_AT_ONCE = 16
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label", "labels")
@@ -224,7 +222,6 @@ def _batches(file: DataFile, column: str) -> Iterator[pa.RecordBatch]:
         groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
         chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
         stated = sum(c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] == column)
-        part: list[pa.RecordBatch] = []
         found = 0
         for batch in table.iter_batches(_ROWS_AT_ONCE, columns=[column]) if stated <= limit else ():
             # Rows that repeat one value are more than the file states.
@@ -232,16 +229,11 @@ def _batches(file: DataFile, column: str) -> Iterator[pa.RecordBatch]:
             if found > limit:
                 break
             batch.validate(full=True)
-            part.append(batch)
-            if len(part) * _ROWS_AT_ONCE >= _ROWS_A_BATCH or sum(one.nbytes for one in part) > _BYTES_A_BATCH:
-                yield from pa.Table.from_batches(part).combine_chunks().to_batches()
-                part = []
+            yield batch
         if max(stated, found) > limit:
             raise InputError(
                 f"{file} unpacks to more than {UNPACKED_TIMES} times its size, {limit / 2**20:,.0f} MiB: give a file of images."
             )
-        if part:
-            yield from pa.Table.from_batches(part).combine_chunks().to_batches()
 
 
 def parquet_files(folder: Path, split: str) -> list[DataFile]:

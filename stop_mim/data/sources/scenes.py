@@ -42,7 +42,6 @@ class SceneSource(ImageSource):
         return len(self.scenes.images)
 
     def read(self, index: int) -> UInt8[Tensor, "3 height width"]:
-        self.check_index(index)
         return self.scenes.images[index]
 
     def enlarged(self, index: int, side: int) -> UInt8[Tensor, "3 height width"]:
