@@ -122,14 +122,15 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
     baselines = _baselines(names, config, tasks, data)
     subjects = [open_subject(name, config, ranks, bar) for name in [*names, *baselines]]
     for number, subject in enumerate(subjects):
-        if isinstance(subject, Subject) and len(names) > 1 and number < len(names):
-            subject.place = f"{number}-{Path(subject.name).name.replace(':', '-')}"
-        if isinstance(subject, GivenMasks) and any(task.needs != "videos" for task in tasks.values()):
+        if isinstance(subject, Subject):
+            if len(names) > 1 and number < len(names):
+                subject.place = f"{number}-{Path(subject.name).name.replace(':', '-')}"
+            for note in subject.notes():
+                display.say(note)
+        elif any(task.needs != "videos" for task in tasks.values()):
             raise InputError(
                 f"'{subject.name}' can only be scored on videos: add --task video and --data with DAVIS's folder."
             )
-        for note in subject.notes():
-            display.say(note)
     for path in {_results_file(subject, config) for subject in subjects}:
         _check_results_file(path, config)
     work = []

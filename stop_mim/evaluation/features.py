@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stop_mim.data.augment import TestView
-from stop_mim.data.batches import Batches, Placement
+from stop_mim.data.batches import Batches, Placement, resident_budget
 from stop_mim.data.cache import cache_folder, cached_file, damage_named, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder, FrozenEncoder
-from stop_mim.training.distributed import wait_for_all
+from stop_mim.training.distributed import Ranks, wait_for_all
 from stop_mim.training.inputs import workers_for
 
 if TYPE_CHECKING:
@@ -93,9 +93,11 @@ class Features:
         """Return all features in full precision on a device."""
         return torch.cat([chunk.to(device).float() for chunk in self.chunks])
 
-    def size_on_device(self) -> int:
-        """Return the bytes that `on` takes."""
-        return 4 * len(self) * self.chunks[0].shape[1]
+    def chunks_for(self, ranks: Ranks) -> Chunks:
+        """Return all features on the device as one chunk if they fit into its memory, else the chunks as they are on disk."""
+        size = 4 * len(self) * self.chunks[0].shape[1]
+        fits = size <= resident_budget(ranks.device, ranks.processes_on_host)
+        return [self.on(ranks.device)] if fits else self.chunks
 
 
 class LabelledFeatures(NamedTuple):

@@ -182,7 +182,7 @@ class FinetuneTraining(LabelledTraining):
     def update(
         self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
     ) -> Outcome:
-        """Take a step with gradients accumulated over parts of the batch; if loss or gradient is not finite, update nothing."""
+        """Take a step; if loss or gradient is not finite, update nothing."""
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["lr_scale"]
         device = self.ranks.device
@@ -198,7 +198,7 @@ class FinetuneTraining(LabelledTraining):
     def _backward(
         self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], seed: int
     ) -> Float[Tensor, ""]:
-        """Compute the gradients and return the loss of this process."""
+        """Compute the gradients, accumulated over parts of the batch; return the loss of this process."""
         self.optimiser.zero_grad(set_to_none=True)
         # Processes may have different numbers of images, and each image has the same weight.
         count = reduce_mean(torch.full((), float(len(labels)), device=self.ranks.device), self.ranks)

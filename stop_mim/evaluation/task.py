@@ -57,7 +57,6 @@ class Task(ABC):
         """Results that are not scores; `run` may add some."""
 
     def find_options(self) -> Any:
-        """Return the options of the task."""
         return None if self.Options is None else options_of(self.config, self.name)
 
     def check(self) -> None:
