@@ -16,7 +16,6 @@ from stop_mim.exchange import export as export_module
 from stop_mim.exchange.export import Origin, export_encoder, model_card
 from stop_mim.exchange.formats import Exported, Place, require_same_tokens
 from stop_mim.exchange.loading import run_of
-from stop_mim.models.encoder_file import save_encoder
 from stop_mim.results import Evaluation, Score, add_results
 
 FORMATS = ("timm", "hf", "onnx", "export")
@@ -26,12 +25,6 @@ NEEDS = {"hf": ("transformers",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 def require(name):
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package, reason=f"needs the package {package}")
-
-
-@pytest.fixture
-def ours(encoder, tmp_path):
-    save_encoder(encoder, tmp_path / "ours.safetensors")
-    return tmp_path / "ours.safetensors"
 
 
 @pytest.fixture
