@@ -36,14 +36,14 @@ class Hub(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         if parts[:2] == ["api", "models"]:
             self.answer_info("/".join(parts[2:4]))
-        elif parts[2:3] == ["resolve"]:
-            self.answer_file("/".join(parts[:2]), "/".join(parts[4:]))
         else:
-            self.send_error(404)
+            assert parts[2] == "resolve", self.path
+            self.answer_file("/".join(parts[:2]), "/".join(parts[4:]))
 
     def answer_info(self, repository):
         if repository not in self.repositories:
-            return self.send_error(404)
+            self.send_error(404)
+            return
         siblings = [
             {
                 "rfilename": name,
@@ -54,21 +54,14 @@ class Hub(BaseHTTPRequestHandler):
             for name, data in self.repositories[repository].items()
         ]
         body = json.dumps({"id": repository, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False})
-        return self.answer(body.encode(), {"Content-Type": "application/json"})
+        self.answer(body.encode(), {"Content-Type": "application/json"})
 
     def answer_file(self, repository, name):
-        data = self.repositories.get(repository, {}).get(name)
-        if data is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", "0")
-            return self.end_headers()
+        data = self.repositories[repository][name]
         if self.command == "GET":
             self.downloads.append(name)
-        tag = f'"{sha256(data)}"'
-        size = str(len(data))
-        return self.answer(data, {"ETag": tag, "X-Linked-Etag": tag, "X-Linked-Size": size, "X-Repo-Commit": COMMIT})
+        tag, size = f'"{sha256(data)}"', str(len(data))
+        self.answer(data, {"ETag": tag, "X-Linked-Etag": tag, "X-Linked-Size": size, "X-Repo-Commit": COMMIT})
 
     def answer(self, body, headers):
         self.send_response(200)
