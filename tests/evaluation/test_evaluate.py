@@ -180,17 +180,14 @@ def block(*places):
     return mask
 
 
-def save_masks(folder, masks, palette=False):
+def save_masks(folder, masks):
     folder.mkdir(parents=True, exist_ok=True)
     for index, mask in enumerate(masks):
-        image = PIL.Image.fromarray(mask)
-        if palette:
-            image.putpalette([*range(256)] * 3)
-        image.save(folder / f"{index:05d}.png")
+        PIL.Image.fromarray(mask).save(folder / f"{index:05d}.png")
 
 
-def davis(root, masks, palette=False):
-    save_masks(root / "Annotations/480p/bear", masks, palette)
+def davis(root, masks):
+    save_masks(root / "Annotations/480p/bear", masks)
     frames = root / "JPEGImages/480p/bear"
     frames.mkdir(parents=True)
     for index in range(len(masks)):
@@ -211,7 +208,7 @@ def test_a_mask_of_void_alone_shows_no_object_where_objects_have_numbers(tmp_pat
 
 
 def test_masks_are_scored_without_the_frames(tmp_path):
-    truth = davis(tmp_path / "davis", [block((1, 2, left), (2, 12, 20)) for left in range(2, 7)], palette=True)
+    truth = davis(tmp_path / "davis", [block((1, 2, left), (2, 12, 20)) for left in range(2, 7)])
     (truth / "ImageSets").mkdir()
     (truth / "ImageSets" / "val.txt").write_text("bear\n", "utf-8-sig")
     save_masks(tmp_path / "masks/bear", [block((1, 2, 4), (2, 12, 20))] * 5)
