@@ -264,9 +264,8 @@ def test_a_run_is_scored_beside_its_untrained_network(run, colours, tmp_path):
     found = evaluate([str(run)], config, console)
     assert [one.encoder for one in found] == [str(run)] * 2
     kept = read_results(tmp_path / "kept" / "results.json")
-    assert [(one.encoder, one.task) for one in kept] == [
-        *((str(run), "knn"), (str(run), "finetune"), (f"untrained:{run}", "knn")),
-    ]
+    expected = [(str(run), "knn"), (str(run), "finetune"), (f"untrained:{run}", "knn")]
+    assert [(one.encoder, one.task) for one in kept] == expected
     assert not (run / "results.json").exists()
     before = value(kept[2], "knn/neighbours=3/top1")
     row = next(line for line in (tmp_path / "t.md").read_text().splitlines() if "knn" in line)

@@ -12,13 +12,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation import propagation
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.data import VideoData
-from stop_mim.evaluation.propagation import (
-    image_size,
-    mask_of,
-    propagate,
-    propagate_labels,
-    seeds,
-)
+from stop_mim.evaluation.propagation import image_size, mask_of, propagate, propagate_labels, seeds
 from stop_mim.evaluation.segmentation import score_masks, score_videos
 from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions, VideoSegmentation
 from stop_mim.models.encoder import Dimensions, create_encoder

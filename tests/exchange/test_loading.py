@@ -48,8 +48,7 @@ def randomised(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "class_token"),
-    [("safetensors", False), ("state", True), ("model", False), ("with a classifier", True)],
+    ("kind", "class_token"), [("safetensors", False), ("state", True), ("model", False), ("with a classifier", True)]
 )
 def test_files_of_timms_names(tmp_path, images, class_token, kind):
     more = {} if class_token else {"class_token": False, "global_pool": "avg", "fc_norm": False}
