@@ -43,6 +43,7 @@ NOT_IN_FEATURES = frozenset(
 )
 
 Chunks = Sequence[Float[Tensor, "_ _"]]
+Indices = Int64[np.ndarray, " n"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class LabelledFeatures(NamedTuple):
         """Return features that were computed elsewhere, with their classes; the last layer comes last."""
         return cls(Features((features,), torch.arange(len(features)), features.shape[1] // layers), labels)
 
-    def of_images(self, indices: Int64[np.ndarray, " m"]) -> "LabelledFeatures":
+    def of_images(self, indices: Indices) -> "LabelledFeatures":
         """Return features and classes of the images with these indices."""
         part = self.features.of_images(indices)
         return LabelledFeatures(part, self.labels[torch.isin(self.features.indices, part.indices)])
@@ -145,9 +146,7 @@ def _numbers(layer: nn.Module) -> list[tuple[str, object]]:
     return sorted((k, v) for k, v in vars(layer).items() if isinstance(v, plain) and k not in NOT_IN_FEATURES)
 
 
-def features_folder(
-    subject: "Subject", source: ImageSource, view: TestView, images: Int64[np.ndarray, " n"] | None = None
-) -> Path:
+def features_folder(subject: "Subject", source: ImageSource, view: TestView, images: Indices | None = None) -> Path:
     """Return the cache folder of the features of all images, or of some; a GPU computes in bf16 and has its own folder."""
     seen = [source.fingerprint(), view.size, view.resize_to, view.interpolation]
     some = [] if images is None else [images.tobytes()]
@@ -156,7 +155,7 @@ def features_folder(
 
 
 def extract_features(
-    subject: "Subject", source: ImageSource, view: TestView, images: Int64[np.ndarray, " n"] | None = None
+    subject: "Subject", source: ImageSource, view: TestView, images: Indices | None = None
 ) -> Features:
     """Return the features of all images, or of some, in ascending order.
 
