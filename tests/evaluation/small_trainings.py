@@ -49,8 +49,8 @@ PLAIN = FinetuneOptions(
 CONDITIONS = Conditions(WHOLE, AugmentConfig(flip_probability=0.0), 0, ALONE, SPEED)
 
 
-def silent():
-    return Console(file=io.StringIO(), width=160)
+def silent(width=160):
+    return Console(file=io.StringIO(), width=width)
 
 
 class InMemory(ImageSource):

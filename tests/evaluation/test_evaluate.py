@@ -1,6 +1,5 @@
 """The whole command: tasks, encoders, results in every place, plugins, several processes, and bad input."""
 
-import io
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ import PIL.Image
 import pytest
 import torch
 from ranks import run_ranks
-from rich.console import Console
 from safetensors.torch import save_file
 from small_trainings import silent
 
@@ -278,7 +276,7 @@ def test_a_run_is_scored_beside_its_untrained_network(run, colours, tmp_path):
 
 def test_guessed_heads_are_said_and_recorded(colours, tmp_path):
     save_file(create_encoder(Dimensions(192, 1, 3), 32, 8).vit.state_dict(), tmp_path / "timm.safetensors")
-    console = Console(file=io.StringIO(), width=400)
+    console = silent(width=400)
     config = replace(QUICK, task=("knn",), data=str(colours))
     (found,) = evaluate([str(tmp_path / "timm.safetensors")], config, console)
     assert "number of heads: 3 are assumed" in console.file.getvalue()
@@ -290,7 +288,7 @@ def test_a_class_token_is_probed_unless_the_mean_is_asked_for(colours, tmp_path)
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, image_size=32, patch_size=8))
     model.save_pretrained(tmp_path / "dino")
-    console = Console(file=io.StringIO(), width=400)
+    console = silent(width=400)
     config = replace(QUICK, task=("knn",), data=str(colours))
     (token,) = evaluate([str(tmp_path / "dino")], config, console)
     assert "has a class token, which is probed" in console.file.getvalue()
@@ -397,6 +395,6 @@ def test_a_cache_that_cannot_be_written_is_noticed_before_the_work(run, colours,
 def test_a_test_on_the_training_images_is_warned_about(run, colours):
     knn = replace(QUICK, task=("knn",), data=str(colours / "train"))
     for test_data, warns in (("train", True), ("test", False)):
-        console = Console(file=io.StringIO(), width=200)
+        console = silent(width=200)
         evaluate([str(run)], replace(knn, test_data=str(colours / test_data)), console)
         assert ("Warning: " in console.file.getvalue()) == warns, test_data
