@@ -104,10 +104,11 @@ def test_chunks_do_not_change_results(settings, cosines_at_a_time, monkeypatch):
 
 def test_an_object_without_a_patch_is_in_no_mask():
     mask = torch.zeros(8, 12, dtype=torch.uint8)
-    mask[7, 11] = 1
-    labels = seeds(mask, 2, (2, 3))
-    assert not labels[:, 1].any(), "its pixel is no patch's centre"
-    assert not mask_of(labels.T.unflatten(1, (2, 3)), (4, 4), (8, 12)).any()
+    mask[:4, :4] = 1
+    mask[7, 11] = 2
+    labels = seeds(mask, 3, (2, 3))
+    assert not labels[:, 2].any(), "its pixel is no patch's centre"
+    assert mask_of(labels.T.unflatten(1, (2, 3)), (4, 4), (8, 12)).unique().tolist() == [0, 1]
 
 
 def test_masks_are_saved_and_score_the_same(tmp_path):
