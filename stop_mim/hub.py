@@ -23,8 +23,6 @@ def endpoint() -> str:
 def is_reachable() -> bool:
     """Whether the hub can be reached; behind a proxy this is assumed."""
     address = urllib.parse.urlsplit(endpoint())
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
     if address.scheme in urllib.request.getproxies():
         return True
     try:
@@ -44,7 +42,8 @@ def hub_or_cache(name: str) -> Iterator[bool]:
     """
     from huggingface_hub import constants
 
-    before, reachable = constants.HF_HUB_OFFLINE, is_reachable()
+    before = constants.HF_HUB_OFFLINE
+    reachable = not before and is_reachable()
     constants.HF_HUB_OFFLINE = not reachable
     try:
         yield reachable

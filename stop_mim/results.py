@@ -284,11 +284,8 @@ def details_table(evaluations: Sequence[Evaluation]) -> Table:
         for score in evaluation.scores:
             rows.setdefault(evaluation.name_of(score), {})[evaluation.encoder] = score.text
     cells = [[name, *(found.get(encoder, UNKNOWN) for encoder in encoders)] for name, found in rows.items()]
-    return Table(
-        "All scores: accuracies in %, with 95% intervals or ± standard deviation over draws",
-        ["score", *encoders],
-        cells,
-    )
+    caption = "All scores: accuracies in %, with 95% intervals or ± standard deviation over draws"
+    return Table(caption, ["score", *encoders], cells)
 
 
 def today() -> str:

@@ -86,8 +86,8 @@ class Spread(FeatureTask):
     Options = SpreadOptions
 
     def scores(self, train, test):
-        features = next(iter(self.subject.chunks(test.features.last(1))))
-        yield Score("std", features.float().std().item() ** self.options.power, headline=True)
+        features = test.features.last(1).on(self.subject.ranks.device)
+        yield Score("std", features.std().item() ** self.options.power, headline=True)
 ''',
     "sweep_test_sweep": '''
 from stop_mim.sweeps.grid import SWEEPS, Sweep

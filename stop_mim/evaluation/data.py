@@ -34,7 +34,6 @@ class TaskData:
 
     @property
     def test_name(self) -> str:
-        """The name of the test data."""
         return self.test.source.name
 
     def chance(self) -> float:

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stop_mim.data.augment import TestView
-from stop_mim.data.batches import Batches, Placement
+from stop_mim.data.batches import Batches, Placement, resident_budget
 from stop_mim.data.cache import cache_folder, cached_file, damage_named, require_writable_cache
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
 from stop_mim.errors import InputError
 from stop_mim.models.encoder import Encoder, FrozenEncoder
-from stop_mim.training.distributed import wait_for_all
+from stop_mim.training.distributed import Ranks, wait_for_all
 from stop_mim.training.inputs import workers_for
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ NOT_IN_FEATURES = frozenset(
 )
 
 Chunks = Sequence[Float[Tensor, "_ _"]]
+Indices = Int64[np.ndarray, " n"]
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,11 @@ class Features:
         """Return all features in full precision on a device."""
         return torch.cat([chunk.to(device).float() for chunk in self.chunks])
 
-    def size_on_device(self) -> int:
-        """Return the bytes that `on` takes."""
-        return 4 * len(self) * self.chunks[0].shape[1]
+    def chunks_for(self, ranks: Ranks) -> Chunks:
+        """Return all features on the device as one chunk if they fit into its memory, else the chunks as they are on disk."""
+        size = 4 * len(self) * self.chunks[0].shape[1]
+        fits = size <= resident_budget(ranks.device, ranks.processes_on_host)
+        return [self.on(ranks.device)] if fits else self.chunks
 
 
 class LabelledFeatures(NamedTuple):
@@ -111,7 +114,7 @@ class LabelledFeatures(NamedTuple):
         """Return features that were computed elsewhere, with their classes; the last layer comes last."""
         return cls(Features((features,), torch.arange(len(features)), features.shape[1] // layers), labels)
 
-    def of_images(self, indices: Int64[np.ndarray, " m"]) -> "LabelledFeatures":
+    def of_images(self, indices: Indices) -> "LabelledFeatures":
         """Return features and classes of the images with these indices."""
         part = self.features.of_images(indices)
         return LabelledFeatures(part, self.labels[torch.isin(self.features.indices, part.indices)])
@@ -143,9 +146,7 @@ def _numbers(layer: nn.Module) -> list[tuple[str, object]]:
     return sorted((k, v) for k, v in vars(layer).items() if isinstance(v, plain) and k not in NOT_IN_FEATURES)
 
 
-def features_folder(
-    subject: "Subject", source: ImageSource, view: TestView, images: Int64[np.ndarray, " n"] | None = None
-) -> Path:
+def features_folder(subject: "Subject", source: ImageSource, view: TestView, images: Indices | None = None) -> Path:
     """Return the cache folder of the features of all images, or of some; a GPU computes in bf16 and has its own folder."""
     seen = [source.fingerprint(), view.size, view.resize_to, view.interpolation]
     some = [] if images is None else [images.tobytes()]
@@ -154,7 +155,7 @@ def features_folder(
 
 
 def extract_features(
-    subject: "Subject", source: ImageSource, view: TestView, images: Int64[np.ndarray, " n"] | None = None
+    subject: "Subject", source: ImageSource, view: TestView, images: Indices | None = None
 ) -> Features:
     """Return the features of all images, or of some, in ascending order.
 

@@ -22,6 +22,7 @@ from stop_mim.data.labelled import LabelledSet
 from stop_mim.evaluation.labelled_training import LR_IMAGES, Conditions, LabelledTraining
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions
 from stop_mim.models.encoder import Encoder
+from stop_mim.models.frozen_encoder import Images
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.distributed import reduce_mean, share
@@ -46,7 +47,7 @@ class Classifier(nn.Module):
         nn.init.trunc_normal_(self.head.weight, std=HEAD_STD, a=-2 * HEAD_STD, b=2 * HEAD_STD, generator=generator)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch classes"]:
+    def forward(self, images: Images) -> Float[Tensor, "batch classes"]:
         return self.head(self.encoder.embed(images))
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -96,8 +97,8 @@ class Mixing:
             self.mixup = Mixup(options.mixup, options.cutmix, label_smoothing=self.smoothing, num_classes=classes)
 
     def __call__(
-        self, images: Float[Tensor, "batch 3 height width"], labels: Int[Tensor, " batch"], seed: int
-    ) -> tuple[Float[Tensor, "batch 3 height width"], Float[Tensor, "batch classes"]]:
+        self, images: Images, labels: Int[Tensor, " batch"], seed: int
+    ) -> tuple[Images, Float[Tensor, "batch classes"]]:
         """Return the mixed images and their class probabilities."""
         images, targets = images.clone(), mixup_target(labels, self.classes, 1.0, self.smoothing)
         device = images.device
@@ -179,10 +180,8 @@ class FinetuneTraining(LabelledTraining):
     def start(self, trainer: Trainer) -> None:
         self.classifier.train()
 
-    def update(
-        self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
-    ) -> Outcome:
-        """Take a step with gradients accumulated over parts of the batch; if loss or gradient is not finite, update nothing."""
+    def update(self, images: Images, labels: Int[Tensor, " batch"], lr: float, seed: int) -> Outcome:
+        """Take a step; if loss or gradient is not finite, update nothing."""
         for group in self.optimiser.param_groups:
             group["lr"] = lr * group["lr_scale"]
         device = self.ranks.device
@@ -195,10 +194,8 @@ class FinetuneTraining(LabelledTraining):
         step_if_finite(self.optimiser, finite)
         return torch.stack([loss, norm.to(loss), finite.to(loss)])
 
-    def _backward(
-        self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], seed: int
-    ) -> Float[Tensor, ""]:
-        """Compute the gradients and return the loss of this process."""
+    def _backward(self, images: Images, labels: Int[Tensor, " batch"], seed: int) -> Float[Tensor, ""]:
+        """Compute the gradients, accumulated over parts of the batch; return the loss of this process."""
         self.optimiser.zero_grad(set_to_none=True)
         # Processes may have different numbers of images, and each image has the same weight.
         count = reduce_mean(torch.full((), float(len(labels)), device=self.ranks.device), self.ranks)
@@ -224,6 +221,6 @@ class FinetuneTraining(LabelledTraining):
     def restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.losses = state["losses"]
 
-    def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
+    def predict(self, images: Images) -> Float[Tensor, "heads batch classes"]:
         with autocast_for(self.speed.precision, self.ranks.device):
             return self.classifier(images).float()[None]

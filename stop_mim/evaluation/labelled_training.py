@@ -24,7 +24,7 @@ from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.protocols import Protocol
 from stop_mim.evaluation.task import TOP
 from stop_mim.models.accuracy import top_hits
-from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.models.frozen_encoder import FrozenEncoder, Images
 from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
@@ -97,13 +97,11 @@ class LabelledTraining(Callback, ABC):
         """Return the learning rate of a step, which `update` gets."""
 
     @abstractmethod
-    def update(
-        self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
-    ) -> Outcome:
+    def update(self, images: Images, labels: Int[Tensor, " batch"], lr: float, seed: int) -> Outcome:
         """Take a step."""
 
     @abstractmethod
-    def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
+    def predict(self, images: Images) -> Float[Tensor, "heads batch classes"]:
         """Return the class scores of each of the classifiers."""
 
     def __call__(self, batch: Batch, lr: float, seed: int) -> Outcome:

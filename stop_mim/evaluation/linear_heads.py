@@ -22,7 +22,7 @@ from stop_mim.errors import TrainingDiverged
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.labelled_training import LR_IMAGES, Conditions, LabelledTraining
 from stop_mim.evaluation.protocols import Protocol
-from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.models.frozen_encoder import FrozenEncoder, Images
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.distributed import Ranks, reduce_mean, share
@@ -267,9 +267,7 @@ class LinearTraining(LabelledTraining):
         """Return the factor of all learning rates."""
         return lr_factor(self.protocol, step / self.steps_per_epoch)
 
-    def update(
-        self, images: Float[Tensor, "batch 3 h w"], labels: Int[Tensor, " batch"], lr: float, seed: int
-    ) -> Outcome:
+    def update(self, images: Images, labels: Int[Tensor, " batch"], lr: float, seed: int) -> Outcome:
         """Take a step of all heads; it counts as one if at least one of them has a finite loss."""
         for group in self.optimiser.param_groups:
             group["lr"] = group["peak_lr"] * lr
@@ -296,7 +294,7 @@ class LinearTraining(LabelledTraining):
         if "moments" in tensors:
             self.moments = tensors["moments"].to(self.ranks.device)
 
-    def features(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "batch layers_times_dim"]:
+    def features(self, images: Images) -> Float[Tensor, "batch layers_times_dim"]:
         """Return frozen features of the last layers in full precision."""
         at_a_time = self.speed.batch_size_per_device or IMAGES_AT_A_TIME
         # Not inference_mode: its tensors cannot be used for the heads' gradients.
@@ -304,5 +302,5 @@ class LinearTraining(LabelledTraining):
             parts = [self.encoder.embed(part, self.heads.layers) for part in images.split(at_a_time)]
         return torch.cat([part.float() for part in parts])
 
-    def predict(self, images: Float[Tensor, "batch 3 h w"]) -> Float[Tensor, "heads batch classes"]:
+    def predict(self, images: Images) -> Float[Tensor, "heads batch classes"]:
         return self.heads.logits(self.features(images))

@@ -90,10 +90,7 @@ def patch_features(encoder: FrozenEncoder, image: UInt8[Tensor, "1 3 height widt
 
 @torch.inference_mode()
 def propagate_labels(
-    features: Float[Tensor, "patches dim"],
-    context: Sequence[LabelledFrame],
-    grid: Grid,
-    config: PropagationConfig,
+    features: Float[Tensor, "patches dim"], context: Sequence[LabelledFrame], grid: Grid, config: PropagationConfig
 ) -> Float[Tensor, "patches classes"]:
     """Return the labels of a frame: means of the labels of each patch's neighbours, weighted by their affinity."""
     rows, columns = grid

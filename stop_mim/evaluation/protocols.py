@@ -49,12 +49,10 @@ class Protocol:
         return replace(self, epochs=epochs, milestones=tuple(sorted(one for one in scaled if one < epochs)))
 
     def training_view(self, encoder: FrozenEncoder, augment: AugmentConfig) -> RandomCrop:
-        """Return the view of training images."""
         kind = RandomCrop if self.train_view == "random_resized_crop" else WholeImage
         return kind(augment, encoder.image_size, encoder.mean, encoder.std, self.interpolation)
 
     def test_view_of(self, encoder: FrozenEncoder) -> TestView:
-        """Return the view of test images."""
         size = max(encoder.image_size)
         resize_to = {"resize_crop": round(STORED_TO_USED * size), "short_side": size, "resize": None}[self.test_view]
         return TestView(encoder.image_size, resize_to, encoder.mean, encoder.std, self.interpolation)

@@ -68,17 +68,13 @@ def _fraction_near(points: np.ndarray, others: np.ndarray, distance: int) -> flo
 def statistics(values: Float64[np.ndarray, " frames"]) -> dict[str, float]:
     """Return mean, recall (frames above a half) and decay (the first quarter's mean minus the last one's).
 
-    A frame without a value (NaN) is left out of means, and lowers recall. The edges of the quarters are rounded half up,
-    and a frame on an edge belongs to both of its quarters.
+    The edges of the quarters are rounded half up, and a frame on an edge belongs to both of its quarters.
     """
     last = len(values) - 1
     first_quarter, last_quarter = values[: (last + 2) // 4 + 1], values[(3 * last + 2) // 4 :]
     recall = np.count_nonzero(values > 0.5) / len(values)
-    return {"mean": _mean(values), "recall": recall, "decay": _mean(first_quarter) - _mean(last_quarter)}
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
+    decay = float(first_quarter.mean()) - float(last_quarter.mean())
+    return {"mean": float(values.mean()), "recall": recall, "decay": decay}
 
 
 def _means(rows: Sequence[dict[str, float]]) -> dict[str, float]:

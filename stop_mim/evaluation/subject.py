@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from stop_mim.data.batches import resident_budget
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, evaluate_config
 from stop_mim.evaluation.data import TaskData
 from stop_mim.evaluation.features import (
-    Chunks,
     Features,
     LabelledFeatures,
     encoder_fingerprint,
@@ -49,24 +47,6 @@ class GivenMasks:
     def facts(self) -> dict[str, Any]:
         """Return what a result records of them."""
         return {}
-
-    def notes(self) -> Iterator[str]:
-        """Yield nothing."""
-        yield from ()
-
-
-@dataclass(frozen=True)
-class GivenFeatures:
-    """Features computed elsewhere, with the part of the interface of `Subject` that a `FeatureTask` uses."""
-
-    ranks: Ranks
-
-    def need_layers(self, layers: int) -> None:
-        """Do nothing: the features are given."""
-
-    def chunks(self, features: Features) -> Chunks:
-        """Return the features as they are."""
-        return features.chunks
 
 
 class Subject:
@@ -140,11 +120,6 @@ class Subject:
             features = self._features[key].of_images(labelled.indices)
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
-    def chunks(self, features: Features) -> Chunks:
-        """Return features on the device if they fit into its memory, else as they are on disk."""
-        fits = features.size_on_device() <= resident_budget(self.ranks.device, self.ranks.processes_on_host)
-        return [features.on(self.ranks.device)] if fits else list(features.chunks)
-
 
 def open_subject(
     name: str, config: EvaluateConfig, ranks: Ranks, bar: Callable[[str], Progress]
@@ -168,13 +143,7 @@ def open_subject(
     return Subject(name, encoder, run_of(name.removeprefix(UNTRAINED)), config, ranks, bar)
 
 
-def feature_task(
-    name: str,
-    classes: int,
-    device: torch.device = CPU,
-    seed: int = 0,
-    **options: Any,
-) -> FeatureTask:
+def feature_task(name: str, classes: int, device: torch.device = CPU, seed: int = 0, **options: Any) -> FeatureTask:
     """Return a task whose `scores` takes features that were computed elsewhere: `LabelledFeatures.in_memory`.
 
     Args:
@@ -185,6 +154,5 @@ def feature_task(
     assert issubclass(kind, FeatureTask)
     assert kind.Options is not None
     config = evaluate_config()(seed=seed, **{name.replace("-", "_"): kind.Options(**options)})
-    return kind(
-        name, config, GivenFeatures(Ranks(0, 1, 1, device)), SimpleNamespace(classes=classes), lambda done, total: None
-    )
+    subject = SimpleNamespace(ranks=Ranks(0, 1, 1, device), need_layers=lambda layers: None)
+    return kind(name, config, subject, SimpleNamespace(classes=classes), lambda done, total: None)

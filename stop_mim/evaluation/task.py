@@ -45,11 +45,6 @@ class Task(ABC):
     trains: ClassVar[bool] = False
     """Whether it trains on images; --task all runs these tasks last."""
 
-    @classmethod
-    def video_split(cls, config: EvaluateConfig) -> str:
-        """Return the split of DAVIS that a task on videos uses."""
-        return "val"
-
     def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: "Progress") -> None:
         self.name, self.config, self.subject, self.data, self.progress = name, config, subject, data, progress
         self.options = self.find_options()
@@ -57,7 +52,6 @@ class Task(ABC):
         """Results that are not scores; `run` may add some."""
 
     def find_options(self) -> Any:
-        """Return the options of the task."""
         return None if self.Options is None else options_of(self.config, self.name)
 
     def check(self) -> None:

@@ -129,9 +129,12 @@ def model_card(encoder: Encoder, origin: Origin, exported: Exported, licence: st
     weights = (
         "No licence was given for the weights: ask their author" if licence is None else f"Weights: {_escape(licence)}"
     )
+    header = ModelCardData(
+        library_name=exported.library, pipeline_tag="image-feature-extraction", tags=TAGS, license=licence
+    )
     code = "\n".join(exported.code)
     sections = [
-        f"---\n{_header(exported.library, licence)}\n---",
+        f"---\n{header.to_yaml()}\n---",
         f"# {_escape(_short(origin.name))}",
         summary,
         f"## How to load it\n\n```python\n{code}\n```",
@@ -150,11 +153,6 @@ def _escape(text: str) -> str:
 def _short(name: str) -> str:
     """Return the last part of an absolute path: a card does not show the author's folders."""
     return name.rstrip("/").rpartition("/")[2] if Path(name).expanduser().is_absolute() else name
-
-
-def _header(library: str, licence: str | None) -> str:
-    card = ModelCardData(library_name=library, pipeline_tag="image-feature-extraction", tags=TAGS, license=licence)
-    return card.to_yaml()
 
 
 def _training(origin: Origin) -> str:

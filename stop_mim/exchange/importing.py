@@ -6,7 +6,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
 import timm
@@ -267,18 +267,8 @@ def released_encoder(contents: Any, path: Path, part: Part) -> Encoder:
     return encoder_from_timm_names(state_of(contents, part, path), f"{path}#{part}")
 
 
-class ReleasedModel(NamedTuple):
-    """The weights of a released model under our names, its positions and its number of heads."""
-
-    tensors: dict[str, Tensor]
-    positions: Tensor | None
-    """The predictor's positions, (1, n_patches, width)."""
-    heads: int
-    """The number of attention heads of encoder and predictor."""
-
-
-def released_model(contents: Any, path: Path) -> ReleasedModel:
-    """Convert the encoder, the target encoder and the predictor of a release."""
+def released_model(contents: Any, path: Path) -> tuple[dict[str, Tensor], Tensor | None, int]:
+    """Return all weights of a release under our names, its predictor's positions (1, n_patches, width), and its heads."""
     encoder, target = (released_encoder(contents, path, part) for part in PARTS)
     if encoder.architecture() != target.architecture():
         raise InputError(f"{path} has an encoder and a target encoder of different shapes: download it again.")
@@ -290,4 +280,4 @@ def released_model(contents: Any, path: Path) -> ReleasedModel:
         part, dot, rest = name.partition(".")
         tensor = tensor.flatten() if name == "mask_token" else tensor
         tensors[f"predictor.{PREDICTOR_PARTS.get(part, part)}{dot}{rest}"] = tensor.to(torch.float32, copy=True)
-    return ReleasedModel(tensors, positions, encoder.heads)
+    return tensors, positions, encoder.heads

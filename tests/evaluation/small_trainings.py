@@ -4,12 +4,10 @@ import io
 import os
 import signal
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
 
 from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, digest
@@ -51,8 +49,8 @@ PLAIN = FinetuneOptions(
 CONDITIONS = Conditions(WHOLE, AugmentConfig(flip_probability=0.0), 0, ALONE, SPEED)
 
 
-def silent():
-    return Console(file=io.StringIO(), width=160)
+def silent(width=160):
+    return Console(file=io.StringIO(), width=width)
 
 
 class InMemory(ImageSource):
@@ -167,19 +165,3 @@ def signal_at(step, number=signal.SIGTERM):
             os.kill(os.getpid(), number)
 
     return progress
-
-
-class HubModel(nn.Module):
-    """As transformers' models answer: hidden states of a class token and four patches, before and after one layer."""
-
-    config = SimpleNamespace(hidden_size=3, num_hidden_layers=1, patch_size=8, image_size=16, model_type="vit")
-
-    def __init__(self):
-        super().__init__()
-        self.layernorm = nn.Linear(3, 3)
-        nn.init.eye_(self.layernorm.weight)
-
-    def forward(self, images, output_hidden_states):
-        patches = nn.functional.avg_pool2d(images, 8).flatten(2).mT
-        tokens = torch.cat([torch.zeros(len(images), 1, 3), patches], 1)
-        return SimpleNamespace(hidden_states=(torch.zeros_like(tokens), tokens))

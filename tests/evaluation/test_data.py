@@ -46,7 +46,6 @@ def test_scenes_have_two_labellings():
 def test_classes_of_counts_and_distances():
     assert count_classes(np.array([3, 10])).tolist() == [0, 7]
     distances = np.array([0.1, 7.99, 8.0, 8.01, 8.49, 8.5, 9.0, 9.5, 9.99, 10.0, 10.01, 99.0])
-    assert distance_classes(distances).tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4, 4, 5, 5]
     # VTAB: the last of these thresholds that is below the distance.
     thresholds = np.array([0.0, 8.0, 8.5, 9.0, 9.5, 10.0])
     assert distance_classes(distances).tolist() == [int(np.flatnonzero(thresholds < one).max()) for one in distances]

@@ -1,6 +1,5 @@
 """The whole command: tasks, encoders, results in every place, plugins, several processes, and bad input."""
 
-import io
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ import PIL.Image
 import pytest
 import torch
 from ranks import run_ranks
-from rich.console import Console
 from safetensors.torch import save_file
 from small_trainings import silent
 
@@ -180,17 +178,14 @@ def block(*places):
     return mask
 
 
-def save_masks(folder, masks, palette=False):
+def save_masks(folder, masks):
     folder.mkdir(parents=True, exist_ok=True)
     for index, mask in enumerate(masks):
-        image = PIL.Image.fromarray(mask)
-        if palette:
-            image.putpalette([*range(256)] * 3)
-        image.save(folder / f"{index:05d}.png")
+        PIL.Image.fromarray(mask).save(folder / f"{index:05d}.png")
 
 
-def davis(root, masks, palette=False):
-    save_masks(root / "Annotations/480p/bear", masks, palette)
+def davis(root, masks):
+    save_masks(root / "Annotations/480p/bear", masks)
     frames = root / "JPEGImages/480p/bear"
     frames.mkdir(parents=True)
     for index in range(len(masks)):
@@ -211,12 +206,14 @@ def test_a_mask_of_void_alone_shows_no_object_where_objects_have_numbers(tmp_pat
 
 
 def test_masks_are_scored_without_the_frames(tmp_path):
-    truth = davis(tmp_path / "davis", [block((1, 2, left), (2, 12, 20)) for left in range(2, 7)], palette=True)
+    truth = davis(tmp_path / "davis", [block((1, 2, left), (2, 12, 20)) for left in range(2, 7)])
     (truth / "ImageSets").mkdir()
     (truth / "ImageSets" / "val.txt").write_text("bear\n", "utf-8-sig")
     save_masks(tmp_path / "masks/bear", [block((1, 2, 4), (2, 12, 20))] * 5)
     with_frames = mask_scores(truth, tmp_path / "masks")
     assert 0.5 < with_frames["J_mean"] < 1
+    with pytest.raises(InputError, match="'train': choose among val"):
+        mask_scores(truth, tmp_path / "masks", video=replace(QUICK.video, split="train"))
     shutil.rmtree(truth / "JPEGImages")
     assert mask_scores(truth, tmp_path / "masks") == with_frames
     config = replace(QUICK, task=("video",), data=str(truth))
@@ -267,9 +264,8 @@ def test_a_run_is_scored_beside_its_untrained_network(run, colours, tmp_path):
     found = evaluate([str(run)], config, console)
     assert [one.encoder for one in found] == [str(run)] * 2
     kept = read_results(tmp_path / "kept" / "results.json")
-    assert [(one.encoder, one.task) for one in kept] == [
-        *((str(run), "knn"), (str(run), "finetune"), (f"untrained:{run}", "knn")),
-    ]
+    expected = [(str(run), "knn"), (str(run), "finetune"), (f"untrained:{run}", "knn")]
+    assert [(one.encoder, one.task) for one in kept] == expected
     assert not (run / "results.json").exists()
     before = value(kept[2], "knn/neighbours=3/top1")
     row = next(line for line in (tmp_path / "t.md").read_text().splitlines() if "knn" in line)
@@ -280,7 +276,7 @@ def test_a_run_is_scored_beside_its_untrained_network(run, colours, tmp_path):
 
 def test_guessed_heads_are_said_and_recorded(colours, tmp_path):
     save_file(create_encoder(Dimensions(192, 1, 3), 32, 8).vit.state_dict(), tmp_path / "timm.safetensors")
-    console = Console(file=io.StringIO(), width=400)
+    console = silent(width=400)
     config = replace(QUICK, task=("knn",), data=str(colours))
     (found,) = evaluate([str(tmp_path / "timm.safetensors")], config, console)
     assert "number of heads: 3 are assumed" in console.file.getvalue()
@@ -292,7 +288,7 @@ def test_a_class_token_is_probed_unless_the_mean_is_asked_for(colours, tmp_path)
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes, image_size=32, patch_size=8))
     model.save_pretrained(tmp_path / "dino")
-    console = Console(file=io.StringIO(), width=400)
+    console = silent(width=400)
     config = replace(QUICK, task=("knn",), data=str(colours))
     (token,) = evaluate([str(tmp_path / "dino")], config, console)
     assert "has a class token, which is probed" in console.file.getvalue()
@@ -399,6 +395,6 @@ def test_a_cache_that_cannot_be_written_is_noticed_before_the_work(run, colours,
 def test_a_test_on_the_training_images_is_warned_about(run, colours):
     knn = replace(QUICK, task=("knn",), data=str(colours / "train"))
     for test_data, warns in (("train", True), ("test", False)):
-        console = Console(file=io.StringIO(), width=200)
+        console = silent(width=200)
         evaluate([str(run)], replace(knn, test_data=str(colours / test_data)), console)
         assert ("Warning: " in console.file.getvalue()) == warns, test_data

@@ -59,7 +59,7 @@ def chunk_file(encoder, source, chunk):
     return features_folder(a_subject(encoder), source, VIEW) / f"chunk-{chunk:06d}.safetensors"
 
 
-def test_chunks_hold_the_features_of_every_image_in_order(encoder, colours, small_chunks):
+def test_chunks_hold_the_features_of_every_image_in_order(encoder, colours, small_chunks, monkeypatch):
     source = open_source(str(colours))
     features = extract(encoder, source)
     assert len(features.chunks) == 5
@@ -70,7 +70,9 @@ def test_chunks_hold_the_features_of_every_image_in_order(encoder, colours, smal
     torch.testing.assert_close(features.last(1).on(CPU), features.on(CPU)[:, 24:])
     some = torch.tensor([3, 47, 11, 10, 9])
     assert torch.equal(features.rows(some), features.on(CPU)[some])
-    assert features.size_on_device() == features.on(CPU).nbytes
+    for spare, chunks in ((0, 1), (-1, 5)):
+        monkeypatch.setattr(stored, "resident_budget", lambda *_, spare=spare: features.on(CPU).nbytes + spare)
+        assert len(features.chunks_for(ALONE)) == chunks, "one chunk on the device where all of them fit"
     part = features.of_images(np.array([40, 2]))
     assert part.indices.tolist() == [2, 40]
     assert torch.equal(part.on(CPU), features.on(CPU)[[2, 40]])

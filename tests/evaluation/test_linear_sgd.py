@@ -29,11 +29,7 @@ from torch import nn
 from stop_mim.data.augment import normalise
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.errors import InputError, TrainingDiverged
-from stop_mim.evaluation.linear_heads import (
-    LinearTraining,
-    held_out_images,
-    lr_factor,
-)
+from stop_mim.evaluation.linear_heads import LinearTraining, held_out_images, lr_factor
 from stop_mim.evaluation.protocols import PROTOCOLS, Protocol
 from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
 from stop_mim.training.checkpoint import read_checkpoint

@@ -4,9 +4,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from stop_mim.data.image_source import ImageSource
 from stop_mim.data.sources import open_source
-from stop_mim.data.sources.folder import FileSource as ListedSource
+from stop_mim.data.sources.folder import FileSource
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import count_classes, distance_classes
 from stop_mim.evaluation.protocols import PROTOCOLS, choose_protocol, guess_protocol
@@ -65,18 +64,6 @@ def test_images_of_the_encoders_size_are_seen_as_they_are(tmp_path):
         choose_protocol("image-net", source, "class", (64, 64))
 
 
-class Labelled(ImageSource):
-    """A source that has a name and labels, and no images."""
-
-    def __len__(self):
-        return len(self.labels)
-
-    def read(self, index):
-        raise AssertionError("nothing here needs it")
-
-    size = describe = fingerprint = read
-
-
 @pytest.mark.parametrize(
     ("name", "classes", "protocol"),
     [
@@ -91,15 +78,16 @@ class Labelled(ImageSource):
         ("/data/products", 1000, "generic"),
     ],
 )
-def test_data_sets_are_known_by_name_and_number_of_classes(name, classes, protocol):
-    for names, labels in (([*map(str, range(classes))], 1), ([], classes)):
-        assert guess_protocol(Labelled(name, {"class": np.arange(labels)}, tuple(names))) is PROTOCOLS[protocol]
+def test_data_sets_are_known_by_name_and_number_of_classes(tmp_path, name, classes, protocol):
+    for names, labels in ((tuple(map(str, range(classes))), 1), ((), classes)):
+        source = FileSource(tmp_path, [], name, {"class": np.arange(labels)}, names)
+        assert guess_protocol(source) is PROTOCOLS[protocol]
 
 
 @pytest.mark.parametrize(("layout", "classes"), [("places205", 205), ("inat18", 8142)])
 def test_data_sets_are_known_by_their_layout(tmp_path, layout, classes):
     names = tuple(map(str, range(classes)))
-    source = ListedSource(tmp_path, ["a.jpg"], "/data/mine", {"class": np.array([0])}, names, layout=layout)
+    source = FileSource(tmp_path, [], "/data/mine", {"class": np.array([0])}, names, layout=layout)
     assert guess_protocol(source) is PROTOCOLS[layout]
 
 

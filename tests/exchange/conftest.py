@@ -1,9 +1,11 @@
-"""A small encoder with random weights, and images for it."""
+"""A small encoder with random weights, images for it, and files: the encoder's and one of a release's layout."""
 
 import pytest
 import torch
+from release_files import release
 
 from stop_mim.models.encoder import Dimensions, create_encoder
+from stop_mim.models.encoder_file import save_encoder
 
 
 @pytest.fixture
@@ -20,3 +22,20 @@ def encoder():
 @pytest.fixture
 def images():
     return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def ours(encoder, tmp_path):
+    save_encoder(encoder, tmp_path / "ours.safetensors")
+    return tmp_path / "ours.safetensors"
+
+
+@pytest.fixture
+def released(tmp_path):
+    torch.save(release(), tmp_path / "jepa.pth.tar")
+    return tmp_path / "jepa.pth.tar"
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers", reason="needs the extra hf")

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from release_files import release
 from rich.console import Console
 
 from stop_mim.cli import main
@@ -23,12 +21,11 @@ def commands():
     return [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
+@pytest.mark.usefixtures("transformers", "released")
 def test_the_commands_of_the_page(tmp_path, monkeypatch, two_steps, capsys):
-    pytest.importorskip("transformers", reason="needs the extra hf")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STOP_MIM_CACHE", str(tmp_path / "cache"))
     train(replace(two_steps, out="runs/x"), console=Console(file=io.StringIO()))
-    torch.save(release(), "jepa.pth.tar")
     found = commands()
     assert [command[:2] for command in found if command[0] == "stop-mim"].count(["stop-mim", "export"]) == 3
     for command in found:

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from stop_mim.exchange import export as export_module
 from stop_mim.exchange.export import Origin, export_encoder, model_card
 from stop_mim.exchange.formats import Exported, Place, require_same_tokens
 from stop_mim.exchange.loading import run_of
-from stop_mim.models.encoder_file import save_encoder
 from stop_mim.results import Evaluation, Score, add_results
 
 FORMATS = ("timm", "hf", "onnx", "export")
@@ -29,25 +29,13 @@ def require(name):
 
 
 @pytest.fixture
-def ours(encoder, tmp_path):
-    save_encoder(encoder, tmp_path / "ours.safetensors")
-    return tmp_path / "ours.safetensors"
-
-
-@pytest.fixture
 def evaluated(run):
     data, facts = "/home/somebody/private/my|data", {"date": "2026-11-15T10:00:00+00:00"}
     scores = [Score("top1", 12.34, headline=True), Score("top1", 99.0, layers=1)]
+    whole = Evaluation(str(run), "linear", "class", data, "", {}, 0, facts, scores=scores)
+    checkpoint = str(run / "checkpoints" / "step-00000001.safetensors")
     add_results(
-        run / "results.json",
-        [
-            Evaluation(str(run), "linear", "class", data, "", {}, 0, facts, scores=scores),
-            Evaluation(
-                str(run / "checkpoints" / "step-00000001.safetensors"),
-                *("linear", "class", data, "", {}, 0, facts),
-                scores=[Score("top1", 1.0, headline=True)],
-            ),
-        ],
+        run / "results.json", [whole, replace(whole, encoder=checkpoint, scores=[Score("top1", 1.0, headline=True)])]
     )
     return run
 
@@ -60,14 +48,8 @@ def test_a_run_is_exported_and_the_code_of_its_card_loads_it(evaluated, tmp_path
     assert "Written: given" in capsys.readouterr().out
     card = (tmp_path / "given" / "README.md").read_text()
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
-    for fact in (
-        "my-recipe",
-        "scenes:count=16,size=32",
-        "stochastic, sigma 0.25",
-        "linear/top1",
-        "12.3%",
-        "2026-11-15",
-    ):
+    training, score = ("my-recipe", "scenes:count=16,size=32", "stochastic, sigma 0.25"), ("linear/top1", "12.3%")
+    for fact in (*training, *score, "2026-11-15"):
         assert fact in card
     assert "99.0" not in card
     assert "1.0%" not in card, "the score of a checkpoint"

@@ -49,12 +49,6 @@ def refuses(objective, name, words):
     )
 
 
-@pytest.fixture
-def released(tmp_path):
-    torch.save(release(), tmp_path / "jepa.pth.tar")
-    return tmp_path / "jepa.pth.tar"
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

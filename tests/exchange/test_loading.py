@@ -29,8 +29,15 @@ SHAPE = {
 
 
 @pytest.fixture
-def transformers():
-    return pytest.importorskip("transformers", reason="needs the extra hf")
+def ijepa(tmp_path, transformers):
+    """The folder of an I-JEPA model of transformers."""
+    transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def exported(ours, tmp_path):
+    return lambda to: export_encoder(str(ours), to, tmp_path / to)
 
 
 def randomised(model):
@@ -41,8 +48,7 @@ def randomised(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "class_token"),
-    [("safetensors", False), ("state", True), ("model", False), ("with a classifier", True)],
+    ("kind", "class_token"), [("safetensors", False), ("state", True), ("model", False), ("with a classifier", True)]
 )
 def test_files_of_timms_names(tmp_path, images, class_token, kind):
     more = {} if class_token else {"class_token": False, "global_pool": "avg", "fc_norm": False}
@@ -110,11 +116,6 @@ def test_a_file_whose_name_looks_like_a_part_comes_first(tmp_path):
     assert stop_mim.load_encoder(tmp_path / "a.pth.tar#encoder").grid == (2, 2)
 
 
-def small():
-    torch.manual_seed(0)
-    return create_encoder(Dimensions(48, 2, 3), 32, 8)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -124,9 +125,8 @@ def small():
         (lambda c: c["pretrained_cfg"].update(mean=[0.5]), r"mean is .*0\.5.*3 values"),
     ],
 )
-def test_a_folder_of_timm_that_is_wrong(tmp_path, change, words):
-    save_encoder(small(), tmp_path / "small.safetensors")
-    folder = export_encoder(str(tmp_path / "small.safetensors"), "timm", tmp_path / "timm")
+def test_a_folder_of_timm_that_is_wrong(exported, change, words):
+    folder = exported("timm")
     # Without our metadata, as timm writes it.
     save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -145,13 +145,11 @@ def test_a_folder_of_timm_that_is_wrong(tmp_path, change, words):
         ("num_attention_heads", "3", "num_attention_heads is '3'"),
     ],
 )
-def test_a_folder_of_hugging_face_that_is_wrong(tmp_path, transformers, name, value, words):
-    folder = tmp_path / "model"
-    transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+def test_a_folder_of_hugging_face_that_is_wrong(ijepa, name, value, words):
+    config = json.loads((ijepa / "config.json").read_text())
+    (ijepa / "config.json").write_text(json.dumps(config | {name: value}))
     with pytest.raises(InputError, match=words):
-        stop_mim.load_encoder(folder)
+        stop_mim.load_encoder(ijepa)
 
 
 @pytest.mark.parametrize(
@@ -162,43 +160,36 @@ def test_a_folder_of_hugging_face_that_is_wrong(tmp_path, transformers, name, va
         ({"do_center_crop": True, "size": {"shortest_edge": 0}, "crop_size": {"height": 8}}, "division by zero"),
     ],
 )
-def test_preprocessing_of_hugging_face_that_is_wrong(tmp_path, transformers, stored, words):
-    folder = tmp_path / "model"
-    transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(stored))
-    for load in (stop_mim.load_encoder, lambda folder: load_hub_encoder(str(folder))):
+def test_preprocessing_of_hugging_face_that_is_wrong(ijepa, stored, words):
+    (ijepa / "preprocessor_config.json").write_text(json.dumps(stored))
+    for load in (stop_mim.load_encoder, load_hub_encoder):
         with pytest.raises(InputError, match=words):
-            load(folder)
+            load(str(ijepa))
 
 
-def test_what_a_folder_of_hugging_face_leaves_out_has_the_defaults_of_transformers(tmp_path, images, transformers):
-    folder = tmp_path / "model"
-    model = transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).eval()
-    model.save_pretrained(folder)
-    expected = stop_mim.load_encoder(folder)(images)
+def test_what_a_folder_of_hugging_face_leaves_out_has_the_defaults_of_transformers(ijepa, images):
+    expected = stop_mim.load_encoder(ijepa)(images)
     # A head of another task, under a name of its own.
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"my_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors", {"format": "pt"})
-    assert torch.equal(stop_mim.load_encoder(folder)(images), expected)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "layer_norm_eps"}))
-    torch.testing.assert_close(stop_mim.load_encoder(folder)(images), expected, atol=1e-5, rtol=1e-4)
+    weights = load_file(ijepa / "model.safetensors")
+    save_file(weights | {"my_head.weight": torch.zeros(2, 2)}, ijepa / "model.safetensors", {"format": "pt"})
+    assert torch.equal(stop_mim.load_encoder(ijepa)(images), expected)
+    config = json.loads((ijepa / "config.json").read_text())
+    (ijepa / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "layer_norm_eps"}))
+    torch.testing.assert_close(stop_mim.load_encoder(ijepa)(images), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_weights_that_a_model_of_hugging_face_lacks(tmp_path, transformers):
-    folder = tmp_path / "model"
-    transformers.IJepaModel(transformers.IJepaConfig(**SHAPE)).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
+def test_weights_that_a_model_of_hugging_face_lacks(ijepa):
+    tensors = load_file(ijepa / "model.safetensors")
     tensors.pop("encoder.layer.1.attention.attention.key.weight")
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, ijepa / "model.safetensors")
     with pytest.raises(InputError, match=r"1 missing \(blocks.1.attn.qkv.weight\); 2 unknown"):
-        stop_mim.load_encoder(folder)
-    (folder / "model.safetensors").unlink()
+        stop_mim.load_encoder(ijepa)
+    (ijepa / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"no file named model.safetensors"):
-        stop_mim.load_encoder(folder)
-    (folder / "config.json").write_text("{")
+        stop_mim.load_encoder(ijepa)
+    (ijepa / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config.json"):
-        stop_mim.load_encoder(folder)
+        stop_mim.load_encoder(ijepa)
 
 
 def test_what_is_no_encoder_is_named(tmp_path):
@@ -220,7 +211,6 @@ def test_what_is_no_encoder_is_named(tmp_path):
     ("name", "value", "words"),
     [
         ("architecture", '{"nonsense": 1}', "num_heads is None: give a whole number"),
-        ("architecture", '{"num_heads": "3"}', "num_heads is '3'"),
         ("architecture", '{"num_heads": 0, "img_size": [32, 32]}', "0 heads"),
         ("architecture", '{"num_heads": 3, "img_size": 32}', "img_size is 32"),
         ("architecture", '{"num_heads": 3, "img_size": [1000000000, 32]}', "16 positions"),
@@ -231,14 +221,12 @@ def test_what_is_no_encoder_is_named(tmp_path):
         ("mean", "[" * 100_000, "metadata that cannot be read"),
     ],
 )
-def test_a_file_of_ours_with_wrong_metadata(tmp_path, name, value, words):
-    path = tmp_path / "mine.safetensors"
-    save_encoder(small(), path)
-    with safe_open(path, "pt") as file:
+def test_a_file_of_ours_with_wrong_metadata(ours, name, value, words):
+    with safe_open(ours, "pt") as file:
         metadata = file.metadata()
-    save_file(load_file(path), path, {**metadata, name: value})
-    with pytest.raises(InputError, match=f"mine.safetensors .*{words}"):
-        stop_mim.load_encoder(path)
+    save_file(load_file(ours), ours, {**metadata, name: value})
+    with pytest.raises(InputError, match=f"ours.safetensors .*{words}"):
+        stop_mim.load_encoder(ours)
 
 
 def test_no_file_asks_for_more_layers_than_it_has(tmp_path):
@@ -290,12 +278,6 @@ def assert_same(found, encoder):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not found.vit.pos_embed.requires_grad
-
-
-@pytest.fixture
-def exported(encoder, tmp_path):
-    save_encoder(encoder, tmp_path / "ours.safetensors")
-    return lambda to: export_encoder(str(tmp_path / "ours.safetensors"), to, tmp_path / to)
 
 
 def test_timm_and_back(exported, encoder, images):
@@ -353,9 +335,7 @@ def test_oblong_images(tmp_path, transformers):
 
 
 def test_a_model_of_hugging_face_that_timm_cannot_express(tmp_path, transformers):
-    shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
-    config = transformers.ViTMAEConfig(**shape, image_size=32, patch_size=8)
-    transformers.ViTMAEModel(config).save_pretrained(tmp_path / "mae")
+    transformers.ViTMAEModel(transformers.ViTMAEConfig(**SHAPE)).save_pretrained(tmp_path / "mae")
     for form, words in (("timm", "eps 1e-12"), ("hf", "class token")):
         with pytest.raises(InputError, match=words):
             export_encoder(f"hf:{tmp_path / 'mae'}", form, tmp_path / "out")

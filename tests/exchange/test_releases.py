@@ -9,7 +9,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
-from release_files import release
 
 import stop_mim
 from stop_mim.cli import main
@@ -18,7 +17,6 @@ from stop_mim.exchange.export import export_encoder
 from stop_mim.exchange.initial_weights import initialise
 from stop_mim.models.build import build_objective
 from stop_mim.models.encoder import Encoder
-from stop_mim.models.encoder_file import save_encoder
 from stop_mim.training.config import EncoderConfig, PositionsConfig, PredictorConfig, TrainConfig
 
 COMMIT = "c" * 40
@@ -38,14 +36,14 @@ class Hub(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         if parts[:2] == ["api", "models"]:
             self.answer_info("/".join(parts[2:4]))
-        elif parts[2:3] == ["resolve"]:
-            self.answer_file("/".join(parts[:2]), "/".join(parts[4:]))
         else:
-            self.send_error(404)
+            assert parts[2] == "resolve", self.path
+            self.answer_file("/".join(parts[:2]), "/".join(parts[4:]))
 
     def answer_info(self, repository):
         if repository not in self.repositories:
-            return self.send_error(404)
+            self.send_error(404)
+            return
         siblings = [
             {
                 "rfilename": name,
@@ -56,21 +54,14 @@ class Hub(BaseHTTPRequestHandler):
             for name, data in self.repositories[repository].items()
         ]
         body = json.dumps({"id": repository, "sha": COMMIT, "siblings": siblings, "tags": [], "private": False})
-        return self.answer(body.encode(), {"Content-Type": "application/json"})
+        self.answer(body.encode(), {"Content-Type": "application/json"})
 
     def answer_file(self, repository, name):
-        data = self.repositories.get(repository, {}).get(name)
-        if data is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", "0")
-            return self.end_headers()
+        data = self.repositories[repository][name]
         if self.command == "GET":
             self.downloads.append(name)
-        tag = f'"{sha256(data)}"'
-        size = str(len(data))
-        return self.answer(data, {"ETag": tag, "X-Linked-Etag": tag, "X-Linked-Size": size, "X-Repo-Commit": COMMIT})
+        tag, size = f'"{sha256(data)}"', str(len(data))
+        self.answer(data, {"ETag": tag, "X-Linked-Etag": tag, "X-Linked-Size": size, "X-Repo-Commit": COMMIT})
 
     def answer(self, body, headers):
         self.send_response(200)
@@ -104,12 +95,9 @@ def hub(tmp_path, monkeypatch):
     thread.join()
 
 
-@pytest.fixture
-def released(hub, tmp_path):
-    torch.save(release(), tmp_path / "file.pth.tar")
-    data = (tmp_path / "file.pth.tar").read_bytes()
-    Hub.repositories["amirbar1/StoP"] = {"vit-b16.pth.tar": data, "README.md": b"# StoP"}
-    return tmp_path / "file.pth.tar"
+@pytest.fixture(autouse=True)
+def _released(hub, released):
+    Hub.repositories["amirbar1/StoP"] = {"vit-b16.pth.tar": released.read_bytes(), "README.md": b"# StoP"}
 
 
 def same(one, other):
@@ -133,7 +121,7 @@ def test_a_release_is_downloaded_once_with_its_licence_and_then_needs_no_network
             stop_mim.load_encoder(missing)
 
 
-def test_a_file_with_another_checksum_is_refused_and_not_kept(released, hub):
+def test_a_file_with_another_checksum_is_refused_and_not_kept():
     Hub.listed["vit-b16.pth.tar"] = "0" * 64
     for _ in range(2):
         with pytest.raises(InputError, match=r"vit-b16.pth.tar of amirbar1/StoP has the sha256 .* lists 000000000000"):
@@ -141,7 +129,7 @@ def test_a_file_with_another_checksum_is_refused_and_not_kept(released, hub):
     assert len(Hub.downloads) == 2
 
 
-def test_what_the_hub_does_not_have_is_named(released, hub):
+def test_what_the_hub_does_not_have_is_named():
     with pytest.raises(InputError, match=r"has no file vit-l16\.pth\.tar"):
         stop_mim.load_encoder("release:stop-vitl16")
     with pytest.raises(InputError, match="did you mean 'stop-vitb16'"):
@@ -150,14 +138,12 @@ def test_what_the_hub_does_not_have_is_named(released, hub):
         stop_mim.load_encoder("stop-mim/nothing")
 
 
-def test_a_model_of_transformers_and_a_published_one(hub, tmp_path, encoder, images):
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+def test_a_model_of_transformers_and_a_published_one(transformers, tmp_path, ours):
     shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96}
     transformers.IJepaModel(transformers.IJepaConfig(**shape, image_size=32, patch_size=8)).save_pretrained(
         tmp_path / "ijepa"
     )
-    save_encoder(encoder, tmp_path / "ours.safetensors")
-    export_encoder(str(tmp_path / "ours.safetensors"), "timm", tmp_path / "timm")
+    export_encoder(str(ours), "timm", tmp_path / "timm")
     for repository, folder in (("facebook/ijepa_vith14_1k", "ijepa"), ("stop-mim/small", "timm")):
         files = (tmp_path / folder).iterdir()
         Hub.repositories[repository] = {file.name: file.read_bytes() for file in files}
@@ -169,7 +155,7 @@ def test_a_model_of_transformers_and_a_published_one(hub, tmp_path, encoder, ima
     assert "README.md" not in Hub.downloads
 
 
-def test_the_name_is_one_of_an_encoder_everywhere(released, hub, tmp_path, capsys):
+def test_the_name_is_one_of_an_encoder_everywhere(tmp_path, capsys):
     encoder = EncoderConfig("tiny", (64, 64), depth=2)
     config = TrainConfig(encoder=encoder, predictor=PredictorConfig(48, 2), positions=PositionsConfig("sincos"))
     assert "all weights of" in initialise(build_objective(config), "release:stop-vitb16")

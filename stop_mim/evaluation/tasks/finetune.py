@@ -144,7 +144,6 @@ class Finetune(TrainingTask):
         return {}
 
     def retouch(self) -> "RandAugment | None":
-        """Return the RandAugment of the options."""
         from stop_mim.evaluation.finetuning import RandAugment
 
         encoder, name = self.subject.encoder, self.options.randaugment
@@ -183,13 +182,8 @@ class FinetuneLowShot(FewLabels, Finetune):
         return replace(few, amounts=few.amounts[:1], draws=1)
 
     def settings(self) -> dict[str, Any]:
-        return {
-            **super().settings(),
-            "amount": self.few.amounts[0],
-            "list_file": plain(self.few)["list_file"],
-        }
+        return {**super().settings(), "amount": self.few.amounts[0], "list_file": plain(self.few)["list_file"]}
 
     def variant(self) -> dict[str, Scalar]:
-        """Return the amount of labels."""
         (amount,) = self.draws
         return {"amount": amount}

@@ -39,7 +39,7 @@ class Knn(FeatureTask):
         from stop_mim.models.neighbours import knn_votes
 
         device = self.subject.ranks.device
-        keys, labels = self.subject.chunks(train.features.last(1)), train.labels.to(device)
+        keys, labels = train.features.last(1).chunks_for(self.subject.ranks), train.labels.to(device)
         queries, truth = test.last_layer(device)
         ks = sorted({min(k, len(labels)) for k in self.options.neighbours})
         votes = knn_votes(keys, labels, queries, ks, self.data.classes, self.options.temperature, self.progress)

@@ -58,7 +58,7 @@ class Linear(FeatureTask):
 
         best_held_out, best = -1.0, list[Score]()
         for layers in numbers:
-            learned, tested = (self.subject.chunks(part.features.last(layers)) for part in (train, test))
+            learned, tested = (part.features.last(layers).chunks_for(self.subject.ranks) for part in (train, test))
             for scaled in kinds:
                 given = train.labels, classes, device, scaled
                 chosen = choose_penalty(learned, *given, self.config.seed, progress())

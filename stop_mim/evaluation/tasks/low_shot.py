@@ -57,7 +57,6 @@ class FewLabels(Task):
 
     @property
     def few(self) -> LowShotOptions:
-        """The options of low-shot."""
         return options_of(self.config, "low-shot")
 
     @cached_property
