@@ -14,7 +14,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, check_arguments
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
 from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_subject
-from stop_mim.evaluation.task import TASKS, Task, options_of
+from stop_mim.evaluation.task import TASKS, Task
 from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable
 from stop_mim.records import write_json
@@ -184,15 +184,15 @@ def _choose_tasks(config: EvaluateConfig) -> dict[str, type[Task]]:
 def _open_data(
     config: EvaluateConfig, tasks: dict[str, type[Task]], only_masks: bool, say: Callable[[str], None]
 ) -> dict[str, list[Any]]:
-    """Return the data of each task: all labellings of the images, or the videos; tasks share both."""
+    """Return the data of each task: all labellings of the images, which tasks share, or videos."""
     on_images = {name: task for name, task in tasks.items() if task.needs == "images"}
     images = _open_images(config, on_images, say) if on_images else []
     data: dict[str, list[Any]] = dict.fromkeys(on_images, images)
-    if on_videos := tasks.keys() - on_images.keys():
-        # The options of scenes are those of images: with these, the default clips are drawn.
-        clips = "scenes" if images and "videos" in kinds_of_data(config.data) else config.data
-        videos = open_videos(clips, options_of(config, "video").split, needs_frames=not only_masks)
-        data |= {name: [VideoData(videos, config.data)] for name in on_videos}
+    # The options of scenes are those of images: with these, the default clips are drawn.
+    clips = "scenes" if images and "videos" in kinds_of_data(config.data) else config.data
+    for name in tasks.keys() - on_images.keys():
+        split = tasks[name].video_split(config)
+        data[name] = [VideoData(open_videos(clips, split, needs_frames=not only_masks), config.data)]
     return data
 
 

@@ -45,6 +45,11 @@ class Task(ABC):
     trains: ClassVar[bool] = False
     """Whether it trains on images; --task all runs these tasks last."""
 
+    @classmethod
+    def video_split(cls, config: EvaluateConfig) -> str:
+        """Return the split of DAVIS that a task on videos uses."""
+        return "val"
+
     def __init__(self, name: str, config: EvaluateConfig, subject: Any, data: Any, progress: "Progress") -> None:
         self.name, self.config, self.subject, self.data, self.progress = name, config, subject, data, progress
         self.options = self.find_options()

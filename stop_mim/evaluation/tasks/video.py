@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
-from stop_mim.evaluation.task import TASKS, Task
+from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.results import Score
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class VideoSegmentation(Task):
     Options = VideoOptions
     needs = "videos"
     options: VideoOptions
+
+    @classmethod
+    def video_split(cls, config: EvaluateConfig) -> str:
+        return options_of(config, "video").split
 
     def settings(self) -> dict[str, Any]:
         propagation = {} if self.subject.encoder is None else asdict(self.options.propagation)
