@@ -9,8 +9,7 @@ from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_positions
 from stop_mim.models.config import ModelConfig
-from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.encoder import Encoder, Images, cut_patches, gather_patches
 from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import PROJECTION_INIT_STD

@@ -1,18 +1,22 @@
 """Vision Transformers of the Hugging Face hub with the interface of our encoder, for evaluation."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
-from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Images, Preprocessing, read_hub_preprocessing
+from stop_mim.errors import InputError, MissingExtra, first_line
+from stop_mim.models.encoder import STANDARD, FrozenEncoder, Images, Preprocessing
+from stop_mim.records import from_plain
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
 # The model types whose last layer, a classifier's, is left out.
 WITH_POOLER = ("vit", "deit", "ijepa", "beit", "data2vec-vision")
+# PIL's numbers of filters.
+FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 
 
 class HubEncoder(FrozenEncoder):
@@ -42,7 +46,6 @@ class HubEncoder(FrozenEncoder):
         return self.last_layers(images, 1)[0][:, -math.prod(self.grid_of(images)) :]
 
     def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
-        """Return the normed tokens of the last layers, prefix tokens included; the last layer comes last."""
         # DINOv2 always interpolates its positions and has no such argument.
         asked = not self.model.config.model_type.startswith("dinov2")
         options = {"interpolate_pos_encoding": True} if asked and self.grid_of(images) != self.grid else {}
@@ -100,3 +103,23 @@ def _preprocessing(name: str) -> tuple[ChannelValues, ChannelValues, Preprocessi
     except OSError:
         values = {}
     return read_hub_preprocessing(values, f"hf:{name}")
+
+
+def read_hub_preprocessing(
+    values: Mapping[str, Any], origin: str
+) -> tuple[ChannelValues, ChannelValues, Preprocessing]:
+    """Return mean, standard deviation and resizing of a Hugging Face preprocessor_config.json; empty: our defaults."""
+    if not values:
+        return IMAGENET_MEAN, IMAGENET_STD, STANDARD
+    try:
+        mean = from_plain(ChannelValues, values.get("image_mean") or IMAGENET_MEAN, "image_mean")
+        std = from_plain(ChannelValues, values.get("image_std") or IMAGENET_STD, "image_std")
+        interpolation = FILTERS.get(values.get("resample", 2), "bilinear")
+        size, crop = values.get("size"), values.get("crop_size")
+        if not isinstance(size, Mapping) or "shortest_edge" not in size:
+            return mean, std, Preprocessing(interpolation, crop_mode="squash")
+        kept = crop["height"] / size["shortest_edge"] if values.get("do_center_crop") and crop else 1.0
+    except (InputError, KeyError, TypeError, ZeroDivisionError) as error:
+        reason = first_line(error).rstrip(".")
+        raise InputError(f"The preprocessing in {origin} cannot be read ({reason}): restore it.") from error
+    return mean, std, Preprocessing(interpolation, kept)

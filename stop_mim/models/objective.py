@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.config import ModelConfig
-from stop_mim.models.encoder import Encoder
-from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.encoder import Encoder, Images
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import Positions
 from stop_mim.registry import Registry
