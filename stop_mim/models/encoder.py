@@ -221,7 +221,6 @@ class Encoder(FrozenEncoder):
 
     @property
     def norm_eps(self) -> float:
-        """The epsilon of the layer norms."""
         return self.vit.blocks[0].norm1.eps
 
 

@@ -42,7 +42,6 @@ class HubEncoder(FrozenEncoder):
             self.pools = ("mean", "cls") if getattr(config, "use_mean_pooling", False) else ("cls", "mean")
 
     def forward(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
-        """Return normed tokens of all patches."""
         return self.last_layers(images, 1)[0][:, -math.prod(self.grid_of(images)) :]
 
     def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:

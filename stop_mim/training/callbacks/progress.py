@@ -114,7 +114,6 @@ class ProgressDisplay:
             signal.raise_signal(hangup)
 
     def warn(self, text: str) -> None:
-        """Print and log a warning."""
         self.say(f"Warning: {text}", style="bold yellow")
 
 
