@@ -171,21 +171,6 @@ def test_a_run_whose_reader_is_gone_saves_at_once_and_goes_on_under_nohup(folder
     check_end(folder, expected)
 
 
-def test_a_really_full_disk_is_one_sentence(tmp_path, images, expected):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        command = Command(["resume", new_run(disk / "run", images)], tmp_path / "output.txt")
-        assert command.wait() == 2, command.text()
-        assert "No space left on device: free some space" in command.sentence()
-        shutil.copytree(disk / "run", tmp_path / "run")
-    finally:
-        subprocess.run(["umount", disk], check=True)
-    check_end(tmp_path / "run", expected)
-
-
 @pytest.mark.parametrize(("workers", "how"), [(2, "disappeared"), (0, "changed")])
 def test_data_that_disappear_or_change_end_the_run_with_a_sentence(tmp_path, images, expected, workers, how):
     data, elsewhere = tmp_path / "images", tmp_path / "elsewhere"

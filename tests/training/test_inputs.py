@@ -46,24 +46,6 @@ def test_no_two_batches_are_alike_and_none_of_another_process():
         assert not any(any(are_equal(batch, other)) for other in mine[number + 1 :] + others)
 
 
-def whole_step(step, processes, per_device):
-    """Each tensor of a step, put together from the batches of all processes."""
-    config = tiny_config(speed=SpeedConfig("cpu", batch_size_per_device=per_device, workers=0))
-    batches = []
-    for rank in range(processes):
-        inputs = StepInputs(config, Ranks(rank, processes, processes, CPU))
-        batches.append(next(inputs.starting_at(inputs.open_images(), step)))
-    in_order = [
-        (images, masks.context, masks.targets) for together in zip(*batches, strict=True) for images, masks in together
-    ]
-    return [torch.cat(kind) for kind in zip(*in_order, strict=True)]
-
-
-@pytest.mark.parametrize(("processes", "per_device"), [(1, 2), (2, 2), (4, 2)])
-def test_images_and_masks_of_a_step_do_not_depend_on_the_processes(processes, per_device):
-    assert all(are_equal(whole_step(9, 1, 8), whole_step(9, processes, per_device)))
-
-
 def test_released_masks_are_of_64_images_whatever_the_batch_per_device():
     """Cut to the shortest of 64 images, 52 of 82 context patches are left on 14x14; of 2048, 28."""
 
