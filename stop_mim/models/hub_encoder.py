@@ -58,28 +58,23 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
         import transformers
     except ImportError as error:
         raise MissingExtra("hf: encoders", "transformers", "hf") from error
-    kind: Any
     # It warns of weights that do not belong to the encoder, such as a decoder's.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         # transformers' MAE masks patches at random; its encoder is a plain ViT with the same weights.
-        is_mae = config.model_type == "vit_mae"
-        kind = transformers.ViTModel if is_mae else transformers.AutoModel
-        if is_mae:
+        if config.model_type == "vit_mae":
             config = transformers.ViTConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
         options: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in WITH_POOLER else {}
         if pretrained:
             # Without safetensors (DINO, data2vec) a pickle is read as far as it holds tensors alone.
-            safe = {"weights_only": True, "trust_remote_code": False}
-            model, report = kind.from_pretrained(name, config=config, output_loading_info=True, **safe, **options)
+            options |= {"weights_only": True, "trust_remote_code": False, "output_loading_info": True}
+            model, report = transformers.AutoModel.from_pretrained(name, config=config, **options)
             if missing := sorted(report["missing_keys"]):
                 raise ValueError(f"it lacks {len(missing)} weights, {missing[0]} among them")
         else:
-            model = (
-                kind(config, **options) if is_mae else transformers.AutoModel.from_config(config, **options)
-            ).eval()
+            model = transformers.AutoModel.from_config(config, **options)
     # The hub, the network and the models raise all kinds of errors.
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
