@@ -87,13 +87,7 @@ class FrozenEncoder(nn.Module, ABC):
     """Whether the number of heads was not stored with the weights."""
 
     def __init__(
-        self,
-        dim: int,
-        depth: int,
-        grid: Grid,
-        patch_size: tuple[int, int],
-        mean: Sequence[float],
-        std: Sequence[float],
+        self, dim: int, depth: int, grid: Grid, patch_size: tuple[int, int], mean: Sequence[float], std: Sequence[float]
     ) -> None:
         super().__init__()
         self.dim, self.depth, self.grid, self.patch_size = dim, depth, grid, patch_size

@@ -6,13 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_run import (
-    TOTAL,
-    quietly,
-    run,
-    tiny_config,
-    write_images,
-)
+from tiny_run import TOTAL, quietly, run, tiny_config, write_images
 
 from stop_mim.errors import InputError
 from stop_mim.training.checkpoint import checkpoints_in
