@@ -573,7 +573,3 @@ def _print(text: str) -> None:
 def _fail(sentence: str, code: int) -> NoReturn:
     print(f"stop-mim: {printable(' '.join(sentence.split()))}", file=sys.stderr)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

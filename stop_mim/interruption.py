@@ -8,8 +8,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 # Terminals send SIGHUP when they close; clusters can send SIGUSR1 or SIGUSR2 before the time limit.
-STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-ALWAYS = (signal.SIGTERM, signal.SIGINT)
+ALWAYS, UNLESS_HANDLED = (signal.SIGTERM, signal.SIGINT), (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Interruption:
@@ -32,9 +31,8 @@ def catch_interruption(answer: str = "") -> Iterator[Interruption]:
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    known = [number for name in STOPPING if (number := getattr(signal, name, None)) is not None]
-    before = {number: signal.getsignal(number) for number in known}
-    before = {n: handler for n, handler in before.items() if n in ALWAYS or handler is signal.SIG_DFL}
+    unhandled = [number for number in UNLESS_HANDLED if signal.getsignal(number) is signal.SIG_DFL]
+    before = {number: signal.getsignal(number) for number in (*ALWAYS, *unhandled)}
 
     def note(number: int, frame: FrameType | None) -> None:
         interruption.signal_name = signal.Signals(number).name

@@ -61,7 +61,6 @@ class LaunchConfig(Checked, group="launch"):
 
     @property
     def is_job(self) -> bool:
-        """Whether the command becomes a job."""
         return self.on != "local"
 
     def parameters(self) -> dict[str, Any]:

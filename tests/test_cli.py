@@ -245,13 +245,6 @@ def test_other_errors_are_bugs_and_keep_their_traceback(capfd, monkeypatch, erro
         main(["demo"])
 
 
-def test_too_many_bad_images_stop_the_run_and_are_listed(capsys, tmp_path, photos):
-    (photos / "05.jpg").write_bytes((photos / "05.jpg").read_bytes()[:200])
-    arguments = ["pretrain", "demo", "--data", photos, "--out", tmp_path / "run", *TINY, "--speed.loader", "streaming"]
-    assert "1 of the 24 images" in complaint(capsys, *arguments, "--speed.workers", "0")
-    assert "05.jpg" in (tmp_path / "run" / "bad_images.txt").read_text()
-
-
 def test_a_run_is_made_refused_a_second_time_resumed_and_protected(capsys, tmp_path, photos):
     run = tmp_path / "run"
     pretrain = ["pretrain", "demo", "--data", str(photos), "--out", str(run), *TINY, "--stop-after-steps", "3"]

@@ -15,9 +15,8 @@ from torch import Tensor
 from stop_mim.errors import InputError, MissingExtra
 from stop_mim.exchange import EXPORTERS
 from stop_mim.exchange.importing import CONFIG_FILE, PREPROCESSOR_FILE, WEIGHTS_FILE, to_hub_names
-from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder import Encoder, Images
 from stop_mim.models.encoder_file import NORM_EPS, encoder_metadata
-from stop_mim.models.frozen_encoder import Images
 from stop_mim.seeds import seeded_generator
 
 PatchTokens = Float[Tensor, "batch n_patches dim"]

@@ -17,9 +17,9 @@ from torch import Tensor
 from stop_mim.data.augment import ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.files import read_safetensors, require_regular
-from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder import Encoder, Preprocessing
 from stop_mim.models.encoder_file import FILE_FORMAT, count_layers, encoder_from_timm_names, encoder_of, load_weights
-from stop_mim.models.frozen_encoder import Preprocessing, read_hub_preprocessing
+from stop_mim.models.hub_encoder import read_hub_preprocessing
 from stop_mim.records import from_plain, read_record
 
 CONFIG_FILE, WEIGHTS_FILE, PREPROCESSOR_FILE = "config.json", "model.safetensors", "preprocessor_config.json"

@@ -25,9 +25,8 @@ from stop_mim.exchange.releases import MODEL_FILES, PUBLISHED, RELEASE, RELEASES
 from stop_mim.files import read_safetensors
 from stop_mim.hub import fetch, hub_or_cache
 from stop_mim.models.build import build_encoder, build_objective
-from stop_mim.models.encoder import Encoder
+from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.models.encoder_file import ENCODER_FILE, encoder_from_timm_names, misfit, read_encoder
-from stop_mim.models.frozen_encoder import FrozenEncoder
 from stop_mim.models.hub_encoder import load_hub_encoder
 from stop_mim.models.objective import Objective
 from stop_mim.registry import Registry

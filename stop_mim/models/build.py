@@ -41,12 +41,7 @@ def build_positions(config: PositionsConfig, grid: Grid, projection: nn.Linear) 
     base = LearnedPositions(grid, width) if config.kind == "learned" else SinCosPositions(grid, width)
     if config.kind == "stochastic":
         return StochasticPositions(
-            base,
-            projection,
-            sigma=config.sigma,
-            apply_to=config.apply_to,
-            covariance=config.covariance,
-            convention=config.convention,
+            base, projection, config.sigma, config.apply_to, config.covariance, config.convention
         )
     # The release's baseline has no mask token.
     return StochasticPositions(base, projection, apply_to="none", convention="release") if release else base

@@ -2,15 +2,14 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_positions
 from stop_mim.models.config import ModelConfig
-from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.encoder import Encoder, Images, cut_patches, gather_patches
 from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import PROJECTION_INIT_STD
@@ -36,39 +35,22 @@ class PatchProjection(nn.Linear):
         return self._convolution[0].bias
 
 
-class MaskedInput(MaskedTokens):
-    """The student's first tokens, from the pixels of visible patches and the indices of masked ones.
-
-    A visible patch with pixels x is c = A x + b + ψ, a masked one m = ψ̂ + m̃: the paper's tokens, with the patch
-    embedding as A. A n is the embedding of a patch of noise. Scaling A down would silence the visible patches, too.
-    """
-
-    def forward(
-        self,
-        visible: Float[Tensor, "batch n_visible pixels"],
-        visible_indices: Int[Tensor, "batch n_visible"],
-        masked_indices: Int[Tensor, "batch n_masked"],
-        noise: Noise | None = None,
-    ) -> Float[Tensor, "batch n_tokens dim"]:
-        """Return the tokens of the visible patches, then those of the masked ones."""
-        visible_noise, masked_noise = noise or (None, None)
-        visible_tokens = self.context_tokens(visible, visible_indices, visible_noise)
-        masked_tokens = self.masked_tokens(masked_indices, masked_noise)
-        return torch.cat([visible_tokens, masked_tokens.to(visible_tokens)], dim=1)
-
-
 class Data2Vec(TargetObjective):
     """The objective of data2vec; masks have one target block, and all other patches are context.
 
+    The student's first tokens are the paper's, with the patch embedding as A: a visible patch with pixels x is
+    c = A x + b + ψ, a masked one m = ψ̂ + m̃. A n is the embedding of a patch of noise. Scaling A down would silence the
+    visible patches, too.
+
     Args:
         encoder: the student; the target encoder is the teacher.
-        masked_input: makes the student's first tokens.
+        masked_input: makes the student's first tokens; its projection is the `PatchProjection` of the encoder.
         target_layers: number of last layers of the teacher whose outputs are averaged. Each is layer-normed without
             weights, as is the average; the teacher's last norm is not applied. The released vision models do the same.
         beta: error above which smooth-L1 is linear.
     """
 
-    def __init__(self, encoder: Encoder, masked_input: MaskedInput, target_layers: int = 6, beta: float = 2.0) -> None:
+    def __init__(self, encoder: Encoder, masked_input: MaskedTokens, target_layers: int = 6, beta: float = 2.0) -> None:
         super().__init__(encoder, beta)
         if encoder.vit.num_prefix_tokens:
             raise InputError("The encoder has a class token, which data2vec does not use: give one without.")
@@ -83,7 +65,7 @@ class Data2Vec(TargetObjective):
         self.train()
 
     @property
-    def masked_tokens(self) -> MaskedInput:
+    def masked_tokens(self) -> MaskedTokens:
         return self.masked_input
 
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
@@ -94,10 +76,10 @@ class Data2Vec(TargetObjective):
 
     def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Features:
         """Return the features of the masked patches as the student predicts them from the others."""
-        masked = masks.targets.flatten(1)
         visible = gather_patches(cut_patches(images, self.encoder.patch_size), masks.context)
-        tokens = self.masked_input(visible, masks.context, masked, noise)
-        return self.head(self.encoder.transform_tokens(self.encoder.vit.norm_pre(tokens))[:, -masked.shape[1] :])
+        tokens = self.masked_input(visible, masks.context, masks.targets, noise)
+        features = self.encoder.transform_tokens(self.encoder.vit.norm_pre(tokens))
+        return self.head(features[:, visible.shape[1] :])
 
     @torch.no_grad()
     def target_features(self, images: Images, masks: Masks) -> Features:
@@ -120,5 +102,5 @@ def build_data2vec(config: ModelConfig) -> Data2Vec:
         raise InputError("masks.kind is multiblock: data2vec needs one target block; choose blockwise or random.")
     encoder = build_encoder(config.encoder)
     projection = PatchProjection(encoder.vit.patch_embed.proj)
-    masked_input = MaskedInput(projection, build_positions(config.positions, encoder.grid, projection))
+    masked_input = MaskedTokens(projection, build_positions(config.positions, encoder.grid, projection))
     return Data2Vec(encoder, masked_input, config.objective.target_layers, config.objective.beta)

@@ -1,27 +1,31 @@
-"""The encoder: a timm Vision Transformer that can encode a subset of patches.
+"""The encoder: a timm Vision Transformer that can encode a subset of patches, and the interface of all encoders.
 
 Its weights have timm's names, so that timm loads what is trained here; `encoder_file.py` saves and reads them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
+from timm.data.transforms_factory import create_transform
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD
+from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderSize, Initialisation
-from stop_mim.models.frozen_encoder import FrozenEncoder, Images
-from stop_mim.positions import SinCosPositions
+from stop_mim.positions import Grid, SinCosPositions
+
+Images = Float[Tensor, "batch 3 height width"]
+Pool = Literal["mean", "cls"]
 
 # timm's arguments for a model without a classifier, for images of any size.
 TOKENS_ONLY: dict[str, Any] = {"global_pool": "avg", "fc_norm": False, "num_classes": 0, "dynamic_img_size": True}
@@ -47,6 +51,79 @@ SIZES: dict[str, Dimensions] = {
     "huge": Dimensions(1280, 32, 16),
     "giant": Dimensions(1408, 40, 16, 48 / 11),
 }
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images are resized and cropped to the encoder's size, under timm's names; the defaults are our encoders'."""
+
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+    """Part of the resized image's short side that the crop keeps."""
+    crop_mode: str = "center"
+    """center: resize the short side and crop; squash: resize both sides."""
+
+    @classmethod
+    def of_timm(cls, values: Mapping[str, Any]) -> "Preprocessing":
+        """Read timm's `pretrained_cfg`."""
+        return cls(**{one.name: values[one.name] for one in fields(cls) if values.get(one.name) is not None})
+
+
+STANDARD = Preprocessing()
+
+
+class FrozenEncoder(nn.Module, ABC):
+    """The interface of encoders for evaluation, whether ours, timm's or of the Hugging Face hub.
+
+    A call returns normed patch tokens (B, N, D), `embed` pooled features (B, layers · D).
+    """
+
+    pool: Pool = "mean"
+    """What `embed` returns of a layer: the mean of its patches, or its class token."""
+    pools: tuple[Pool, ...]
+    """The values that `pool` may have, the usual one first."""
+    preprocessing = STANDARD
+    guessed_heads = False
+    """Whether the number of heads was not stored with the weights."""
+
+    def __init__(
+        self, dim: int, depth: int, grid: Grid, patch_size: tuple[int, int], mean: Sequence[float], std: Sequence[float]
+    ) -> None:
+        super().__init__()
+        self.dim, self.depth, self.grid, self.patch_size = dim, depth, grid, patch_size
+        self.image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
+        self.mean: ChannelValues = (mean[0], mean[1], mean[2])
+        self.std: ChannelValues = (std[0], std[1], std[2])
+
+    @abstractmethod
+    def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
+        """Return the normed tokens of the last layers, prefix tokens included; the last layer comes last."""
+
+    def embed(self, images: Images, layers: int = 1) -> Float[Tensor, "batch layers_times_dim"]:
+        """Return normed tokens of the last layers, pooled as `pool` says and concatenated; the last layer comes last."""
+        if not 1 <= layers <= self.depth:
+            raise InputError(f"layers is {layers}: this encoder has {self.depth} layers, choose 1 to {self.depth}.")
+        found = self.last_layers(images, layers)
+        if self.pool == "cls":
+            return torch.cat([tokens[:, 0] for tokens in found], dim=1)
+        first = found[0].shape[1] - math.prod(self.grid_of(images))
+        return torch.cat([tokens[:, first:].mean(1) for tokens in found], dim=1)
+
+    def grid_of(self, images: Images) -> Grid:
+        """Return rows and columns of patches of images of this size."""
+        height, width = images.shape[-2:]
+        if height % self.patch_size[0] or width % self.patch_size[1]:
+            raise InputError(
+                f"Images of {height}x{width} pixels cannot be cut into patches of {self.patch_size[0]}x{self.patch_size[1]}: "
+                "resize them to multiples of the patch size."
+            )
+        return height // self.patch_size[0], width // self.patch_size[1]
+
+    @property
+    def transform(self) -> Callable[[Any], Tensor]:
+        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
+        how = asdict(self.preprocessing)
+        return create_transform((3, *self.image_size), mean=self.mean, std=self.std, **how)
 
 
 class Encoder(FrozenEncoder):
@@ -78,7 +155,6 @@ class Encoder(FrozenEncoder):
         return self.transform_tokens(self.embed_patches(images, indices))[:, self.vit.num_prefix_tokens :]
 
     def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
-        """Return the normed tokens of the last layers, prefix tokens included; the last layer comes last."""
         tokens, found = self.embed_patches(images), []
         for number, block in enumerate(self.vit.blocks, start=1):
             tokens = block(tokens)
@@ -139,7 +215,6 @@ class Encoder(FrozenEncoder):
 
     @property
     def norm_eps(self) -> float:
-        """The epsilon of the layer norms."""
         return self.vit.blocks[0].norm1.eps
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
 from stop_mim.errors import InputError, first_line
 from stop_mim.files import read_safetensors, write_atomically
-from stop_mim.models.encoder import SIZES, TOKENS_ONLY, Encoder, mlp_ratio
-from stop_mim.models.frozen_encoder import STANDARD, Preprocessing
+from stop_mim.models.encoder import SIZES, STANDARD, TOKENS_ONLY, Encoder, Preprocessing, mlp_ratio
 from stop_mim.models.kernels.short_attention import ShortAttention
 from stop_mim.positions import SinCosPositions
 from stop_mim.records import from_plain

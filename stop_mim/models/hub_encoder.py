@@ -1,18 +1,22 @@
 """Vision Transformers of the Hugging Face hub with the interface of our encoder, for evaluation."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
-from stop_mim.errors import InputError, MissingExtra
-from stop_mim.models.frozen_encoder import STANDARD, FrozenEncoder, Images, Preprocessing, read_hub_preprocessing
+from stop_mim.errors import InputError, MissingExtra, first_line
+from stop_mim.models.encoder import STANDARD, FrozenEncoder, Images, Preprocessing
+from stop_mim.records import from_plain
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
 # The model types whose last layer, a classifier's, is left out.
 WITH_POOLER = ("vit", "deit", "ijepa", "beit", "data2vec-vision")
+# PIL's numbers of filters.
+FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
 
 
 class HubEncoder(FrozenEncoder):
@@ -38,11 +42,9 @@ class HubEncoder(FrozenEncoder):
             self.pools = ("mean", "cls") if getattr(config, "use_mean_pooling", False) else ("cls", "mean")
 
     def forward(self, images: Images) -> Float[Tensor, "batch n_patches dim"]:
-        """Return normed tokens of all patches."""
         return self.last_layers(images, 1)[0][:, -math.prod(self.grid_of(images)) :]
 
     def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
-        """Return the normed tokens of the last layers, prefix tokens included; the last layer comes last."""
         # DINOv2 always interpolates its positions and has no such argument.
         asked = not self.model.config.model_type.startswith("dinov2")
         options = {"interpolate_pos_encoding": True} if asked and self.grid_of(images) != self.grid else {}
@@ -56,28 +58,23 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
         import transformers
     except ImportError as error:
         raise MissingExtra("hf: encoders", "transformers", "hf") from error
-    kind: Any
     # It warns of weights that do not belong to the encoder, such as a decoder's.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         # transformers' MAE masks patches at random; its encoder is a plain ViT with the same weights.
-        is_mae = config.model_type == "vit_mae"
-        kind = transformers.ViTModel if is_mae else transformers.AutoModel
-        if is_mae:
+        if config.model_type == "vit_mae":
             config = transformers.ViTConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
         options: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in WITH_POOLER else {}
         if pretrained:
             # Without safetensors (DINO, data2vec) a pickle is read as far as it holds tensors alone.
-            safe = {"weights_only": True, "trust_remote_code": False}
-            model, report = kind.from_pretrained(name, config=config, output_loading_info=True, **safe, **options)
+            options |= {"weights_only": True, "trust_remote_code": False, "output_loading_info": True}
+            model, report = transformers.AutoModel.from_pretrained(name, config=config, **options)
             if missing := sorted(report["missing_keys"]):
                 raise ValueError(f"it lacks {len(missing)} weights, {missing[0]} among them")
         else:
-            model = (
-                kind(config, **options) if is_mae else transformers.AutoModel.from_config(config, **options)
-            ).eval()
+            model = transformers.AutoModel.from_config(config, **options)
     # The hub, the network and the models raise all kinds of errors.
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
@@ -100,3 +97,23 @@ def _preprocessing(name: str) -> tuple[ChannelValues, ChannelValues, Preprocessi
     except OSError:
         values = {}
     return read_hub_preprocessing(values, f"hf:{name}")
+
+
+def read_hub_preprocessing(
+    values: Mapping[str, Any], origin: str
+) -> tuple[ChannelValues, ChannelValues, Preprocessing]:
+    """Return mean, standard deviation and resizing of a Hugging Face preprocessor_config.json; empty: our defaults."""
+    if not values:
+        return IMAGENET_MEAN, IMAGENET_STD, STANDARD
+    try:
+        mean = from_plain(ChannelValues, values.get("image_mean") or IMAGENET_MEAN, "image_mean")
+        std = from_plain(ChannelValues, values.get("image_std") or IMAGENET_STD, "image_std")
+        interpolation = FILTERS.get(values.get("resample", 2), "bilinear")
+        size, crop = values.get("size"), values.get("crop_size")
+        if not isinstance(size, Mapping) or "shortest_edge" not in size:
+            return mean, std, Preprocessing(interpolation, crop_mode="squash")
+        kept = crop["height"] / size["shortest_edge"] if values.get("do_center_crop") and crop else 1.0
+    except (InputError, KeyError, TypeError, ZeroDivisionError) as error:
+        reason = first_line(error).rstrip(".")
+        raise InputError(f"The preprocessing in {origin} cannot be read ({reason}): restore it.") from error
+    return mean, std, Preprocessing(interpolation, kept)

@@ -14,8 +14,7 @@ from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig, TargetResolution
-from stop_mim.models.encoder import Encoder, gather_patches
-from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.encoder import Encoder, Images, gather_patches
 from stop_mim.models.objective import OBJECTIVES, TargetObjective, layer_normed
 from stop_mim.models.predictor import Noise, Predictor
 from stop_mim.positions import Grid

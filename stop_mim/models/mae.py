@@ -10,8 +10,7 @@ from torch import Tensor
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig
-from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
-from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.encoder import Encoder, Images, cut_patches, gather_patches
 from stop_mim.models.objective import OBJECTIVES, Objective
 from stop_mim.models.predictor import Noise, Predictor
 

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.config import ModelConfig
-from stop_mim.models.encoder import Encoder
-from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.encoder import Encoder, Images
 from stop_mim.models.predictor import MaskedTokens, Noise
 from stop_mim.positions import Positions
 from stop_mim.registry import Registry
@@ -42,7 +41,6 @@ class Objective(nn.Module, ABC):
 
     @property
     def positions(self) -> Positions:
-        """The positions of masked tokens."""
         return self.masked_tokens.positions
 
     def require_fit(self, images: Images, masks: Masks) -> None:
@@ -108,7 +106,6 @@ class TargetObjective(Objective):
 
     @property
     def frozen(self) -> Encoder:
-        """The target encoder."""
         return self.target
 
     @abstractmethod
@@ -123,7 +120,8 @@ class TargetObjective(Objective):
     def move_target(self, weight: float | Float[Tensor, ""]) -> None:
         """Move the target encoder towards the encoder by this fraction; a tensor on its device causes no sync."""
         pairs = zip(self.target.parameters(), self.encoder.parameters(), strict=True)
-        moving = [(_own_part(theirs), _own_part(ours)) for theirs, ours in pairs if ours.requires_grad]
+        # A target encoder is sharded as its encoder is: nothing has to be gathered.
+        moving = [(local_part(theirs), local_part(ours)) for theirs, ours in pairs if ours.requires_grad]
         if isinstance(weight, Tensor) and weight.is_cuda:
             for theirs, ours in moving:
                 theirs.lerp_(ours, weight)
@@ -131,9 +129,9 @@ class TargetObjective(Objective):
             torch._foreach_lerp_([theirs for theirs, _ in moving], [ours for _, ours in moving], float(weight))
 
 
-def _own_part(parameter: Tensor) -> Tensor:
-    """Return the shard of this process; a target encoder is sharded as its encoder is, so that nothing has to be gathered."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor, in the same memory, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def layer_normed(tokens: Float[Tensor, "batch n dim"]) -> Float[Tensor, "batch n dim"]:

@@ -32,6 +32,8 @@ def context_projection(encoder_dim: int, width: int) -> nn.Linear:
 class MaskedTokens(nn.Module):
     """Makes the paper's two kinds of tokens: context tokens c = A s + b + ψ and masked tokens m = ψ̂ + m̃.
 
+    A call returns them for each target block, (batch · n_blocks, n_tokens + n_target, width), the context first.
+
     Args:
         projection: the layer with weight A and bias b.
         positions: returns ψ̂, which has noise A n if they are stochastic, and says whether m̃ is added.
@@ -48,23 +50,24 @@ class MaskedTokens(nn.Module):
         if positions.adds_mask_token:
             nn.init.trunc_normal_(self.mask_token, std=PROJECTION_INIT_STD)
 
-    def context_tokens(
+    def forward(
         self,
         context: Float[Tensor, "batch n_tokens features"],
-        indices: Int[Tensor, "batch n_context"],
-        noise: Float[Tensor, "batch n_context noise_dim"] | None,
-    ) -> Float[Tensor, "batch n_tokens width"]:
-        """Return c = A s + b + ψ; prefix tokens, such as a class token, have no position."""
-        n_prefix = context.shape[1] - indices.shape[1]
-        positions = self.positions(indices, tokens="context", noise=noise)
-        return self.projection(context) + (F.pad(positions, (0, 0, n_prefix, 0)) if n_prefix else positions)
-
-    def masked_tokens(
-        self, indices: Int[Tensor, "rows n_target"], noise: Float[Tensor, "rows n_target noise_dim"] | None
-    ) -> Float[Tensor, "rows n_target width"]:
-        """Return m = ψ̂ + m̃."""
-        tokens = self.positions(indices, tokens="masked", noise=noise)
-        return tokens + self.mask_token if self.positions.adds_mask_token else tokens
+        context_indices: Int[Tensor, "batch n_context"],
+        target_indices: Int[Tensor, "batch n_blocks n_target"],
+        noise: Noise | None = None,
+    ) -> Tensor:
+        context_noise, masked_noise = noise or (None, None)
+        context_positions = self.positions(context_indices, tokens="context", noise=context_noise)
+        # Prefix tokens, such as a class token, have no position.
+        if n_prefix := context.shape[1] - context_indices.shape[1]:
+            context_positions = F.pad(context_positions, (0, 0, n_prefix, 0))
+        context_tokens = self.projection(context) + context_positions
+        masked_tokens = self.positions(target_indices.flatten(0, 1), tokens="masked", noise=masked_noise)
+        if self.positions.adds_mask_token:
+            masked_tokens = masked_tokens + self.mask_token
+        repeated = context_tokens.repeat_interleave(target_indices.shape[1], dim=0)
+        return torch.cat([repeated, masked_tokens.to(repeated)], dim=1)
 
 
 class LastBlock(Block):
@@ -127,11 +130,7 @@ class Predictor(MaskedTokens):
             noise: noise of the positions; by default they draw it themselves, in training.
         """
         n_blocks, n_target = target_indices.shape[1:]
-        context_noise, masked_noise = noise or (None, None)
-        context_tokens = self.context_tokens(context, context_indices, context_noise)
-        masked_tokens = self.masked_tokens(target_indices.flatten(0, 1), masked_noise)
-        repeated = context_tokens.repeat_interleave(n_blocks, dim=0)
-        tokens = torch.cat([repeated, masked_tokens.to(repeated)], dim=1)
+        tokens = super().forward(context, context_indices, target_indices, noise)
         *others, last = self.blocks
         for block in others:
             tokens = run_layer(block, tokens, self.recompute)

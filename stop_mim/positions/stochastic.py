@@ -69,7 +69,6 @@ class StochasticPositions(Positions):
             self.covariance.requires_grad_(False)
 
     def table(self) -> Tensor:
-        """Return the means ψ of the whole grid."""
         return self.base.table()
 
     def forward(self, indices: Tensor, *, tokens: Tokens = "masked", noise: Tensor | None = None) -> Tensor:
@@ -90,7 +89,6 @@ class StochasticPositions(Positions):
         return positions if bias is None else positions + bias
 
     def applies_to(self, tokens: Tokens) -> bool:
-        """Return whether these tokens get noise in training."""
         check_choice("tokens", tokens, get_args(Tokens))
         return self.apply_to in (tokens, "both")
 

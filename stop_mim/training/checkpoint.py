@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stop_mim.errors import InputError
 from stop_mim.files import read_safetensors, remove, require_regular, sync_folder, write_atomically
-from stop_mim.training.distributed import local_part, sharded_like
+from stop_mim.models.objective import local_part
+from stop_mim.training.distributed import sharded_like
 
 FILE_VERSION = 1
 FILE_FORMAT = f"stop-mim checkpoint {FILE_VERSION}"

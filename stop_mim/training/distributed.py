@@ -177,11 +177,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
             part.set_reshard_after_forward(bool(part.reshards), recurse=False)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor, in the same memory, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor of which this process may have a shard; all processes must ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

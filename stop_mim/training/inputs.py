@@ -115,7 +115,6 @@ class SyntheticImages:
         self.order: Order = ShuffledOrder(epoch, inputs.per_device, batches_per_step=inputs.batches_per_step)
 
     def starting_at(self, batch: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batch without end."""
         yield from repeat(self._batch)
 
 

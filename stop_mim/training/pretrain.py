@@ -62,7 +62,6 @@ class TrainResult:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
         return self.step >= self.total_steps
 
 

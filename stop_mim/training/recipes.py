@@ -79,18 +79,9 @@ def demo() -> TrainConfig:
         predictor=PredictorConfig(width=64, depth=4),
         augment=AugmentConfig(flip_probability=0.5),
         optim=OptimConfig(
-            epochs=14,
-            batch_size=16,
-            lr=1e-3,
-            start_lr=1e-4,
-            final_lr=1e-5,
-            warmup_epochs=1.4,
-            weight_decay=0.04,
-            final_weight_decay=0.4,
-            ema_start=0.99,
+            epochs=14, batch_size=16, lr=1e-3, start_lr=1e-4, final_lr=1e-5, warmup_epochs=1.4, ema_start=0.99
         ),
         log=LogConfig(every_steps=50, health_every_steps=250),
-        checkpoint=CheckpointConfig(every_steps=1000),
     )
 
 
@@ -110,7 +101,6 @@ def stop_tiny_imagenet() -> TrainConfig:
         predictor=PredictorConfig(width=192, depth=3),
         augment=AugmentConfig(flip_probability=0.5),
         optim=OptimConfig(epochs=280, batch_size=256, lr=5e-4, start_lr=1e-4, final_lr=1e-5, warmup_epochs=25),
-        checkpoint=CheckpointConfig(every_steps=1000),
     )
 
 
@@ -149,7 +139,7 @@ def _imagenet(encoder: EncoderConfig, predictor_depth: int, optim: OptimConfig) 
         predictor=PredictorConfig(width=384, depth=predictor_depth),
         positions=SINCOS,
         optim=optim,
-        checkpoint=CheckpointConfig(every_steps=1000, milestone_every_epochs=50),
+        checkpoint=CheckpointConfig(milestone_every_epochs=50),
     )
 
 
@@ -259,7 +249,7 @@ def _mae(encoder: EncoderConfig) -> TrainConfig:
         masks=MaskConfig(kind="random", mask_ratio=0.75),
         augment=AugmentConfig(crop_scale=(0.2, 1.0), flip_probability=0.5),
         optim=MAE_OPTIM,
-        checkpoint=CheckpointConfig(every_steps=1000, milestone_every_epochs=100),
+        checkpoint=CheckpointConfig(milestone_every_epochs=100),
     )
 
 
@@ -335,7 +325,7 @@ def data2vec_vitb16() -> TrainConfig:
             ema_start=0.9998,
             ema_final=0.9998,
         ),
-        checkpoint=CheckpointConfig(every_steps=1000, milestone_every_epochs=100),
+        checkpoint=CheckpointConfig(milestone_every_epochs=100),
     )
 
 

@@ -103,7 +103,6 @@ class RunFolder:
         self.write_config(config)
 
     def write_config(self, config: TrainConfig) -> None:
-        """Write config.json."""
         write_atomically(self.config_file, lambda file: file.write_text(to_json(config)))
 
     def record_environment(self, facts: dict[str, Any]) -> None:
@@ -126,7 +125,6 @@ class RunFolder:
         return sessions
 
     def config(self) -> TrainConfig:
-        """Return the configuration of the run."""
         if not self.config_file.exists():
             raise InputError(f"{self.path} holds no run (no config.json): give the directory of a run.")
         return read_record(self.config_file, TrainConfig, "restore it or start a new run")
@@ -136,7 +134,6 @@ class RunFolder:
         return next((session[name] for session in self.sessions() if name in session), None)
 
     def recipe(self) -> str:
-        """Return the name of the run's recipe."""
         return self.fact("recipe") or "custom"
 
     def skipped(self) -> str:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.masking import Masks
-from stop_mim.models.objective import Objective
+from stop_mim.models.objective import Objective, local_part
 from stop_mim.models.predictor import Noise
 from stop_mim.seeds import derive_seed
 from stop_mim.training.config import OptimConfig
-from stop_mim.training.distributed import Ranks, local_part, reduce_mean, whole_tensor
+from stop_mim.training.distributed import Ranks, reduce_mean, whole_tensor
 from stop_mim.training.schedules import ScheduledValues
 
 MaskedBatches = Sequence[tuple[Float[Tensor, "batch 3 height width"], Masks]]
@@ -95,7 +95,6 @@ class TrainingStep:
         self._target_weight = torch.zeros((), device=ranks.device)
 
     def __call__(self, batches: MaskedBatches, values: ScheduledValues, seed: int) -> Outcome:
-        """Take a step."""
         self.schedule(values, seed)
         return self.run(batches)
 

@@ -197,7 +197,6 @@ class Trainer:
         return Checkpoint(self.done, tensors, state)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint."""
         watch.mark("start-up, loading the checkpoint")
         restore_tensors(checkpoint, self.model, self.optimiser)
         self.done, self.not_finite = checkpoint.step, checkpoint.state["not_finite"]

@@ -7,8 +7,9 @@ from timm.models.vision_transformer import VisionTransformer
 
 from stop_mim.errors import InputError
 from stop_mim.masking import BlockwiseMasks, Masks
-from stop_mim.models.data2vec import Data2Vec, MaskedInput, PatchProjection
+from stop_mim.models.data2vec import Data2Vec, PatchProjection
 from stop_mim.models.encoder import Dimensions, Encoder, create_encoder, cut_patches, gather_patches
+from stop_mim.models.predictor import MaskedTokens
 from stop_mim.positions import SinCosPositions, StochasticPositions
 
 PATCH, GRID = 8, (4, 6)
@@ -22,7 +23,7 @@ def make(sigma=None, target_layers=2, beta=2.0, **options):
     positions = SinCosPositions(GRID, 48)
     if sigma is not None:
         positions = StochasticPositions(positions, projection, sigma=sigma, **options)
-    return Data2Vec(encoder, MaskedInput(projection, positions), target_layers, beta)
+    return Data2Vec(encoder, MaskedTokens(projection, positions), target_layers, beta)
 
 
 @pytest.fixture
@@ -81,8 +82,8 @@ def test_the_noise_is_A_n_on_masked_tokens_alone(batch):
     # The first layer is not run: what enters it is enough.
     with torch.no_grad():
         visible = gather_patches(cut_patches(images, (PATCH, PATCH)), masks.context)
-        noisy = model.masked_input(visible, masks.context, masks.targets[:, 0], model.draw_noise(masks, seeded()))
-        noise = noisy - model.eval().masked_input(visible, masks.context, masks.targets[:, 0])
+        noisy = model.masked_input(visible, masks.context, masks.targets, model.draw_noise(masks, seeded()))
+        noise = noisy - model.eval().masked_input(visible, masks.context, masks.targets)
     assert not noise[:, :10].any()
     A = model.encoder.vit.patch_embed.proj.weight.detach().flatten(1)
     torch.testing.assert_close(noise[:, 10:].flatten(0, 1).T.cov(), 0.5 * A @ A.T, atol=0.02, rtol=0)
@@ -109,7 +110,7 @@ def test_the_releases_convention_works_too(batch):
 def test_a_class_token_and_more_layers_than_there_are_are_refused():
     vit = VisionTransformer(32, PATCH, embed_dim=48, depth=1, num_heads=3, num_classes=0)
     encoder = Encoder(vit)
-    masked_input = MaskedInput(PatchProjection(vit.patch_embed.proj), SinCosPositions(4, 48))
+    masked_input = MaskedTokens(PatchProjection(vit.patch_embed.proj), SinCosPositions(4, 48))
     with pytest.raises(InputError, match="has a class token"):
         Data2Vec(encoder, masked_input, target_layers=1)
     with pytest.raises(InputError, match=r"objective\.target_layers is 4"):

@@ -12,9 +12,8 @@ from torchvision.transforms.functional import center_crop, normalize, resize, to
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import load_timm_encoder
 from stop_mim.exchange.loading import load_encoder
-from stop_mim.models.encoder import SIZES, Dimensions, create_encoder, cut_patches, mlp_ratio
+from stop_mim.models.encoder import SIZES, Dimensions, Preprocessing, create_encoder, cut_patches, mlp_ratio
 from stop_mim.models.encoder_file import save_encoder
-from stop_mim.models.frozen_encoder import Preprocessing
 from stop_mim.models.predictor import Predictor, context_projection
 from stop_mim.positions import SinCosPositions
 

@@ -8,16 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import (
-    MID_EPOCH,
-    TOTAL,
-    assert_same_checkpoint,
-    checkpoint_at,
-    comparable,
-    go_on,
-    run,
-    tiny_config,
-)
+from tiny_run import MID_EPOCH, TOTAL, assert_same_checkpoint, checkpoint_at, comparable, go_on, run, tiny_config
 
 from stop_mim.training.callbacks import metrics
 from stop_mim.training.config import CheckpointConfig, LogConfig

@@ -5,9 +5,8 @@ import torch
 from stepping import assert_same_state, make_batches, make_step, state_of
 from tiny_run import CPU, tiny_config
 
-from stop_mim.masking import BlockwiseMasks, RandomMasks
 from stop_mim.models.ijepa import IJEPA
-from stop_mim.training.config import MaskConfig, ObjectiveConfig, PositionsConfig
+from stop_mim.training.config import PositionsConfig
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.schedules import ScheduledValues
 from stop_mim.training.step import read_outcomes
@@ -152,26 +151,3 @@ def test_the_noise_of_a_step_does_not_depend_on_the_processes(monkeypatch, shard
     assert len(whole.flatten(1).unique(dim=0)) == len(whole)
     for processes, n_batches in ((1, 4), (2, 1), (4, 2), (8, 1)):
         assert torch.equal(whole_noise(step, processes, n_batches), whole)
-
-
-OTHERS = {
-    "mae": (ObjectiveConfig("mae"), MaskConfig("random"), RandomMasks(4)),
-    "data2vec": (ObjectiveConfig("data2vec", target_layers=2), MaskConfig("blockwise"), BlockwiseMasks(4)),
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_objectives_take_the_same_steps(kind):
-    config, masks, sampler = OTHERS[kind]
-    step = make_step(objective=config, masks=masks, positions=PositionsConfig())
-    objective, before, batch = step.objective, state_of(step), a_batch(sampler=sampler)
-    losses = [take_one(step, [batch], ScheduledValues(3e-3, 0.0, 0.9)).loss for _ in range(12)]
-    assert losses[-1] < losses[0]
-    learned = {name: parameter for name, parameter in objective.named_parameters() if parameter.requires_grad}
-    # As DistributedDataParallel wants it.
-    assert all(parameter.grad is not None for parameter in learned.values())
-    moved = {
-        name for name, tensor in objective.state_dict().items() if not torch.equal(tensor, before[f"model.{name}"])
-    }
-    followers = {name.replace("encoder.", "target.") for name in learned if name.startswith("encoder.")}
-    assert moved == set(learned) | (followers if kind == "data2vec" else set())

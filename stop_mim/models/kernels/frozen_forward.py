@@ -11,9 +11,8 @@ from jaxtyping import Float, Int
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from stop_mim.models.encoder import Encoder, cut_patches, gather_patches
+from stop_mim.models.encoder import Encoder, Images, cut_patches, gather_patches
 from stop_mim.models.encoder_file import peculiarity
-from stop_mim.models.frozen_encoder import Images
 from stop_mim.models.kernels.short_attention import attend
 
 

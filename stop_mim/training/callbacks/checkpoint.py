@@ -82,7 +82,6 @@ class SaveRun(SaveCheckpoint):
         self.clean_up(trainer.done)
 
     def save_encoder(self, trainer: Trainer) -> None:
-        """Write the encoder as it is now."""
         save_encoder(self.encoder, self.folder.encoder_file)
 
     def clean_up(self, step: int) -> None:

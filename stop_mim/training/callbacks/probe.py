@@ -27,7 +27,7 @@ from stop_mim.data.sources import open_source
 from stop_mim.data.stored import MixedSizes, Progress
 from stop_mim.errors import InputError
 from stop_mim.models.accuracy import top_accuracy
-from stop_mim.models.encoder import Encoder, evaluation_mode
+from stop_mim.models.encoder import Encoder, Images, evaluation_mode
 from stop_mim.models.neighbours import knn_votes
 from stop_mim.models.objective import Objective
 from stop_mim.options import AugmentConfig
@@ -101,15 +101,6 @@ def choose_label(source: ImageSource, wanted: str) -> str:
     return wanted
 
 
-@torch.no_grad()
-def frozen_features(
-    encoder: Encoder, autocast: AbstractContextManager[Any], images: Float[Tensor, "batch 3 height width"]
-) -> Float[Tensor, "batch dim"]:
-    """Return average-pooled features of the last layer."""
-    with evaluation_mode(encoder), autocast:
-        return encoder.embed(images, 1).float()
-
-
 def open_split(
     config: TrainConfig,
     device: torch.device,
@@ -169,8 +160,8 @@ class OnlineProbe(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.n_classes = config.probe, data.n_classes
-        # Not the encoder itself, which would become a part of this module.
-        self.features = partial(frozen_features, encoder, autocast)
+        # In a tuple, so that the encoder does not become a part of this module.
+        self._encoder, self._autocast = (encoder,), autocast
         kind = RandomCrop if data.label == "class" else WholeImage
         view = kind(AugmentConfig(flip_probability=0.5), encoder.image_size, encoder.mean, encoder.std)
         whole = TestView(encoder.image_size, None, encoder.mean, encoder.std)
@@ -195,6 +186,13 @@ class OnlineProbe(nn.Module):
         self.register_buffer("batches", torch.zeros((), dtype=torch.long))
         self.to(device)
         self.optimiser = torch.optim.AdamW(self.head.parameters(), lr=config.probe.lr)
+
+    @torch.no_grad()
+    def features(self, images: Images) -> Float[Tensor, "batch dim"]:
+        """Return average-pooled features of the last layer."""
+        (encoder,) = self._encoder
+        with evaluation_mode(encoder), self._autocast:
+            return encoder.embed(images).float()
 
     def learn(self, number: int) -> None:
         """Update head and memory with the next batch, of that number; features that are not finite are skipped."""

@@ -108,13 +108,11 @@ class ProgressDisplay:
         except (OSError, SystemExit):
             self._closed = True
             # SIGHUP makes a training save and end; under nohup, which ignores it, the training continues without output.
-            hangup = getattr(signal, "SIGHUP", None)
-            if hangup is None or signal.getsignal(hangup) is signal.SIG_DFL:
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
                 raise
-            signal.raise_signal(hangup)
+            signal.raise_signal(signal.SIGHUP)
 
     def warn(self, text: str) -> None:
-        """Print and log a warning."""
         self.say(f"Warning: {text}", style="bold yellow")
 
 
