@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.evaluation.labelled_training import LR_IMAGES, Conditions, LabelledTraining
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions
-from stop_mim.models.encoder import Encoder
-from stop_mim.models.frozen_encoder import Images
+from stop_mim.models.encoder import Encoder, Images
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.distributed import reduce_mean, share

@@ -24,7 +24,7 @@ from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.protocols import Protocol
 from stop_mim.evaluation.task import TOP
 from stop_mim.models.accuracy import top_hits
-from stop_mim.models.frozen_encoder import FrozenEncoder, Images
+from stop_mim.models.encoder import FrozenEncoder, Images
 from stop_mim.options import AugmentConfig
 from stop_mim.seeds import derive_seed
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint

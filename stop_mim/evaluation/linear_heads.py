@@ -22,7 +22,7 @@ from stop_mim.errors import TrainingDiverged
 from stop_mim.evaluation.features import IMAGES_AT_A_TIME
 from stop_mim.evaluation.labelled_training import LR_IMAGES, Conditions, LabelledTraining
 from stop_mim.evaluation.protocols import Protocol
-from stop_mim.models.frozen_encoder import FrozenEncoder, Images
+from stop_mim.models.encoder import FrozenEncoder, Images
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import autocast_for
 from stop_mim.training.distributed import Ranks, reduce_mean, share

@@ -43,8 +43,7 @@ from stop_mim.evaluation.finetuning import (
     trainable_copy,
 )
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions, LowShotFinetuneOptions
-from stop_mim.models.encoder import Encoder
-from stop_mim.models.frozen_encoder import FrozenEncoder
+from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.seeds import derive_seed
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
