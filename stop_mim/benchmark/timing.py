@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stop_mim.benchmark.config import BenchConfig
-from stop_mim.training.trial import peak_memory
+from stop_mim.training.trial import peak_memory, wait_for
 
 Work = Callable[[], object]
 
@@ -69,12 +69,6 @@ def measure_step(work: Work, device: torch.device, images: int, bench: BenchConf
         work()
     seconds = Spread.of(run_seconds(work, device, bench.steps, bench.repeats))
     return StepMeasurement(seconds, seconds.over(images), peak_memory(device))
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def run_seconds(work: Work, device: torch.device, steps: int, repeats: int) -> list[float]:
