@@ -28,7 +28,6 @@ from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, add_results, today
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.pretrain import train
-from stop_mim.training.recipes import find_recipe
 
 # Labels of scenes: how they become classes, and the accuracy in percent of a guess.
 LABELS = {"count": (count_classes, 100 / 8), "distance": (distance_classes, 100 / 6)}
@@ -44,10 +43,9 @@ PROBES: dict[str, dict[str, Any]] = {
 PIXELS = "pixels"
 
 
-def run_demo(config: TrainConfig | None = None, console: Console | None = None) -> Path:
+def run_demo(config: TrainConfig, console: Console | None = None) -> Path:
     """Train, probe and draw; return the run directory."""
     console = console or Console()
-    config = config or find_recipe("demo")
     config = replace(config, out=str(unused(Path(config.out or "stop-mim-demo"))))
     console.print("Drawing scenes, then training a small StoP model on them (about two minutes on two cores).")
     sources = open_source(config.data), open_source(TEST_SCENES, "test")

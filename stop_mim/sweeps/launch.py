@@ -10,7 +10,6 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from stop_mim.errors import InputError
@@ -38,7 +37,7 @@ def run_job(
     program: Sequence[str],
     logs: Path,
     stop: Interruption,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str],
     running: list["subprocess.Popen[bytes]"] | None = None,
 ) -> str | None:
     """Train and evaluate one run; return why it failed, or None if it finished or was interrupted.

@@ -128,8 +128,8 @@ def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Con
     if not left:
         _say(console, "All runs are done: the same command without --dry-run prints the tables.")
         return
-    at_once = len(places(config.side_by_side, plan.base.speed.device)) if not config.launch.is_job else len(left)
-    at_once = max(1, min(at_once, len(left)))
+    at_once = len(left) if config.launch.is_job else len(places(config.side_by_side, plan.base.speed.device))
+    at_once = min(at_once, len(left))
     seconds, origin = estimate(plan, jobs, left, console)
     time = f"about {duration(seconds / at_once)}" if seconds else "their time depends on the images, see --data"
     _say(
