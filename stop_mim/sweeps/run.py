@@ -50,9 +50,8 @@ def run_sweep(
     console = console or Console()
     plan = make_plan(name, config, base, axes)
     plan.check()
-    jobs = list(plan.jobs(config))
     if config.dry_run:
-        show_grid(plan, jobs, config, console)
+        show_grid(plan, console)
         return None
     # Data that cannot be opened are refused before hours are spent on training.
     if config.low_shot_list is not None:
@@ -64,8 +63,8 @@ def run_sweep(
         if not ours:
             raise InputError(f"Another sweep runs in {plan.out}: wait for it, or choose another --out.")
         plan.keep()
-        interrupted_by = _run(jobs, plan, config, console)
-    summary = summarise(plan, jobs, read_failed(plan.out), interrupted_by)
+        interrupted_by = _run(plan, console)
+    summary = summarise(plan, read_failed(plan.out), interrupted_by)
     write_summary(plan.out, summary)
     show_summary(summary, console)
     _say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
@@ -76,12 +75,12 @@ def run_sweep(
     return summary
 
 
-def _run(jobs: Sequence[Job], plan: Plan, config: SweepConfig, console: Console) -> str | None:
+def _run(plan: Plan, console: Console) -> str | None:
     """Run every job that is due; return the signal that interrupted the sweep, if one did."""
-    waiting = due(jobs, plan.out, config.retry_failed)
-    _say(console, f"{plan.sweep} at {plan.scale} scale: {len(waiting)} of {len(jobs)} runs to do in {plan.out}.")
+    waiting, about = due(plan), f"{plan.sweep} at {plan.options.scale} scale"
+    _say(console, f"{about}: {len(waiting)} of {len(plan.jobs)} runs to do in {plan.out}.")
     # Closed where an error ends the loop, so that running processes save and stop.
-    with catch_interruption() as stop, closing(launch(waiting, config, plan.out, plan.base.speed.device, stop)) as runs:
+    with catch_interruption() as stop, closing(launch(waiting, plan, stop)) as runs:
         for number, (job, error) in enumerate(runs, start=1):
             record(plan.out, job, error)
             end = f"failed: {error}" if error else "finished." if job.finished else "stopped."
@@ -89,10 +88,10 @@ def _run(jobs: Sequence[Job], plan: Plan, config: SweepConfig, console: Console)
     return stop.signal_name
 
 
-def due(jobs: Sequence[Job], out: Path, retry_failed: bool) -> list[Job]:
-    """Return the runs that are not finished; failed ones only with `retry_failed`."""
-    failed = {} if retry_failed else read_failed(out)
-    return [job for job in jobs if not job.finished and job.name not in failed]
+def due(plan: Plan) -> list[Job]:
+    """Return the runs that are not finished; failed ones only with --retry-failed."""
+    failed = {} if plan.options.retry_failed else read_failed(plan.out)
+    return [job for job in plan.jobs if not job.finished and job.name not in failed]
 
 
 def read_failed(out: Path) -> dict[str, str]:
@@ -110,27 +109,27 @@ def record(out: Path, job: Job, error: str | None) -> None:
         write_json(out / FAILED_FILE, failed)
 
 
-def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Console) -> None:
+def show_grid(plan: Plan, console: Console) -> None:
     """Print the variants, the commands of the runs that are due, and the estimated time."""
-    seeds = ", ".join(map(str, config.seeds))
-    title = f"{plan.sweep} at {plan.scale} scale: {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
+    options, seeds = plan.options, ", ".join(map(str, plan.options.seeds))
+    title = f"{plan.sweep} at {options.scale} scale: {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
     rows = []
-    for variant in dict.fromkeys(job.variant for job in jobs):
-        own = [job.finished for job in jobs if job.variant == variant]
+    for variant in plan.chosen:
+        own = [job.finished for job in plan.jobs if job.variant == variant]
         changed = ", ".join(f"{path} {value}" for path, value in plan.variants[variant].items())
         name = f"{variant} (baseline)" if variant == plan.baseline else variant
         rows.append([name, changed, f"{sum(own)} of {len(own)}"])
     console.print(Table(title, ["variant", "changes", "finished"], rows, names=2))
-    left = due(jobs, plan.out, config.retry_failed)
+    left = due(plan)
     for job in left:
         for arguments in (job.training, job.evaluation):
             _say(console, f"stop-mim {shlex.join(arguments)}")
     if not left:
         _say(console, "All runs are done: the same command without --dry-run prints the tables.")
         return
-    at_once = len(left) if config.launch.is_job else len(places(config.side_by_side, plan.base.speed.device))
+    at_once = len(left) if options.launch.is_job else len(places(options.side_by_side, plan.base.speed.device))
     at_once = min(at_once, len(left))
-    seconds, origin = estimate(plan, jobs, left, console)
+    seconds, origin = estimate(plan, left, console)
     time = f"about {duration(seconds / at_once)}" if seconds else "their time depends on the images, see --data"
     _say(
         console,
@@ -138,9 +137,9 @@ def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Con
     )
 
 
-def estimate(plan: Plan, jobs: Sequence[Job], left: Sequence[Job], console: Console) -> tuple[float, str]:
+def estimate(plan: Plan, left: Sequence[Job], console: Console) -> tuple[float, str]:
     """Return the seconds of all trainings that are left, one after the other, and what they are estimated from."""
-    finished = [lines for job in jobs if job.finished and (lines := read_metrics(job.folder))]
+    finished = [lines for job in plan.jobs if job.finished and (lines := read_metrics(job.folder))]
     if finished:
         size = plan.base.optim.batch_size
         seconds = [

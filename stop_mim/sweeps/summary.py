@@ -15,7 +15,7 @@ from scipy import stats
 from stop_mim.files import write_atomically
 from stop_mim.records import write_json
 from stop_mim.results import read_results
-from stop_mim.sweeps.plan import SCORES_FILE, Job, Plan
+from stop_mim.sweeps.plan import SCORES_FILE, Plan
 from stop_mim.tables import Table, write_tables
 from stop_mim.training.callbacks.health import SIGNS, signs_in
 from stop_mim.training.run_folder import read_metrics
@@ -156,18 +156,16 @@ def read_health(run: Path) -> dict[str, float]:
     return signs_in((read_metrics(run) or [{}])[-1])
 
 
-def summarise(
-    plan: Plan, asked: Sequence[Job], failed: Mapping[str, str], interrupted_by: str | None = None
-) -> Summary:
+def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None = None) -> Summary:
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
-    scores, health, chosen = Values(), Values(), {job.variant for job in asked}
+    scores, health = Values(), Values()
     for variant in plan.variants:
         runs = [file.parent for file in sorted((plan.out / variant).glob(f"seed-*/{SCORES_FILE}"))]
-        if runs or variant in chosen:
+        if runs or variant in plan.chosen:
             seeds = {int(run.name.removeprefix("seed-")): run for run in runs}
             scores[variant] = {seed: read_scores(run) for seed, run in seeds.items()}
             health[variant] = {seed: read_health(run) for seed, run in seeds.items()}
-    unfinished = [job.name for job in asked if not job.finished and job.name not in failed]
+    unfinished = [job.name for job in plan.jobs if not job.finished and job.name not in failed]
     scores_over_seeds, health_over_seeds = compare(scores, plan.baseline), compare(health, plan.baseline)
     return Summary(plan, scores_over_seeds, health_over_seeds, dict(failed), unfinished, interrupted_by)
 
@@ -178,7 +176,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "sweep": plan.sweep,
-        "scale": plan.scale,
+        "scale": plan.options.scale,
         "recipe": plan.recipe,
         "epochs": plan.base.optim.epochs,
         "baseline": plan.baseline,
@@ -213,7 +211,7 @@ def _write_csv(file: Path, summary: Summary) -> None:
         for variant, scores in summary.scores.items():
             signs = {SIGNS[name].key: number for name, number in summary.health[variant].items()}
             for name, number in (scores | signs).items():
-                names = (summary.plan.sweep, summary.plan.scale, variant, name)
+                names = (summary.plan.sweep, summary.plan.options.scale, variant, name)
                 apart = ("",) * 4 if number.difference is None else astuple(number.difference)
                 writer.writerow([*names, number.n, number.mean, number.std, *apart])
 
@@ -252,7 +250,7 @@ def summary_tables(summary: Summary) -> list[Table]:
         if variant != plan.baseline:
             pairs = max((score.difference.pairs for score in row.values() if score.difference is not None), default=0)
             differences.append([variant, str(pairs), *map(_difference_cell, numbers)])
-    title = f"{plan.sweep} at {plan.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
+    title = f"{plan.sweep} at {plan.options.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
     compared = bool(summary.scores.get(plan.baseline))
     note = "" if compared else f"No differences: the baseline {plan.baseline} has no finished run."
     tables = [Table(title, ["variant", "n", *headings], means, note)]

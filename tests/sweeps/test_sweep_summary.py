@@ -91,9 +91,8 @@ def test_files_and_tables_hold_the_same_numbers(console):
 
 @pytest.mark.usefixtures("mini")
 def test_a_directory_without_finished_runs_has_an_empty_summary(console):
-    config = mini_config()
-    plan = make_plan("mini", config)
-    found = summarise(plan, list(plan.jobs(config)), {"noisy/seed-1": "It failed."})
+    plan = make_plan("mini", mini_config())
+    found = summarise(plan, {"noisy/seed-1": "It failed."})
     assert found.scores == found.health == {"fixed": {}, "noisy": {}}
     assert found.unfinished == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-1"]
     show_summary(found, console)
@@ -101,13 +100,12 @@ def test_a_directory_without_finished_runs_has_an_empty_summary(console):
 
 @pytest.mark.usefixtures("stand_in")
 def test_variants_that_were_neither_chosen_nor_run_are_not_shown(console):
-    config = mini_config(variants=("noisy",))
-    plan = make_plan("mini", config)
+    plan = make_plan("mini", mini_config(variants=("noisy",)))
 
     def written(run):
         Path("out", run).mkdir(parents=True)
         Path("out", run, "scores.json").write_text(json.dumps({"scores": 7}))
-        summary = summarise(plan, list(plan.jobs(config)), {})
+        summary = summarise(plan, {})
         write_summary(plan.out, summary)
         show_summary(summary, console)
         return console.file.getvalue(), Path("out/summary.md").read_text()
