@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,10 +35,7 @@ class Spread:
     @staticmethod
     def of(values: Sequence[float]) -> "Spread":
         """Return the spread of these values; a single value has none."""
-        if len(values) < 2:
-            return Spread(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return Spread(median, low, high)
+        return Spread(*np.quantile(values, (0.5, 0.25, 0.75)).tolist())
 
     def scaled(self, factor: float) -> "Spread":
         """Multiply by a positive number."""

@@ -43,9 +43,7 @@ def run_sweep(
 ) -> Summary | None:
     """Run what is missing of a sweep and summarise its directory; a dry run shows what would be run and returns None.
 
-    Args:
-        base: config that the variants change; default: the scale's.
-        axes: values of fields with each combination of which every variant is run.
+    `base` and `axes` are those of `make_plan`.
     """
     console = console or Console()
     plan = make_plan(name, config, base, axes)
