@@ -9,7 +9,6 @@ import matplotlib
 import torch
 from jaxtyping import Float, UInt8
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from stop_mim.evaluation.subject import feature_task
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, add_results, today
+from stop_mim.tables import say
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.pretrain import train
 
@@ -119,7 +119,7 @@ def show(evaluations: Sequence[Evaluation], run: Path, console: Console) -> None
         f"  stop-mim evaluate {run} untrained:{run} --task clevr --data scenes:count=2000",
         f"  python -c \"from stop_mim import load_encoder; print(load_encoder('{run}'))\"",
     ):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def unused(wanted: Path) -> Path:

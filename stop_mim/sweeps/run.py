@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
@@ -22,7 +21,7 @@ from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
-from stop_mim.tables import Table, as_rate, duration
+from stop_mim.tables import Table, as_rate, duration, say
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import choose_device
@@ -65,24 +64,24 @@ def run_sweep(
     summary = summarise(plan, read_failed(plan.out), interrupted_by)
     write_summary(plan.out, summary)
     show_summary(summary, console)
-    _say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
+    say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
     if interrupted_by:
-        _say(console, f"Stopped by {interrupted_by}: the same command continues.", "yellow")
+        say(console, f"Stopped by {interrupted_by}: the same command continues.", "yellow")
     if summary.failed:
-        _say(console, f"Failed runs: {len(summary.failed)}. --retry-failed runs them again.", "yellow")
+        say(console, f"Failed runs: {len(summary.failed)}. --retry-failed runs them again.", "yellow")
     return summary
 
 
 def _run(plan: Plan, console: Console) -> str | None:
     """Run every job that is due; return the signal that interrupted the sweep, if one did."""
     waiting, about = due(plan), f"{plan.sweep} at {plan.options.scale} scale"
-    _say(console, f"{about}: {len(waiting)} of {len(plan.jobs)} runs to do in {plan.out}.")
+    say(console, f"{about}: {len(waiting)} of {len(plan.jobs)} runs to do in {plan.out}.")
     # Closed where an error ends the loop, so that running processes save and stop.
     with catch_interruption() as stop, closing(launch(waiting, plan, stop)) as runs:
         for number, (job, error) in enumerate(runs, start=1):
             record(plan.out, job, error)
             end = f"failed: {error}" if error else "finished." if job.finished else "stopped."
-            _say(console, f"{number} of {len(waiting)}: {job.name} {end}", "yellow" if error else None)
+            say(console, f"{number} of {len(waiting)}: {job.name} {end}", "yellow" if error else None)
     return stop.signal_name
 
 
@@ -121,15 +120,15 @@ def show_grid(plan: Plan, console: Console) -> None:
     left = due(plan)
     for job in left:
         for arguments in (job.training, job.evaluation):
-            _say(console, f"stop-mim {shlex.join(arguments)}")
+            say(console, f"stop-mim {shlex.join(arguments)}")
     if not left:
-        _say(console, "All runs are done: the same command without --dry-run prints the tables.")
+        say(console, "All runs are done: the same command without --dry-run prints the tables.")
         return
     at_once = len(left) if options.launch.is_job else len(places(options.side_by_side, plan.base.speed.device))
     at_once = min(at_once, len(left))
     seconds, origin = estimate(plan, left, console)
     time = f"about {duration(seconds / at_once)}" if seconds else "their time depends on the images, see --data"
-    _say(
+    say(
         console,
         f"Runs to do: {len(left)}, {at_once} at a time: {time} of training ({origin}); evaluation comes on top.",
     )
@@ -152,7 +151,7 @@ def estimate(plan: Plan, left: Sequence[Job], console: Console) -> tuple[float, 
         # What a step costs depends on these alone.
         kind = (config.encoder, config.predictor, config.objective, config.masks, config.optim.batch_size)
         if kind not in rates:
-            _say(console, f"Measuring a few steps of {job.variant} …")
+            say(console, f"Measuring a few steps of {job.variant} …")
             rates[kind] = images_per_second(config)
         total += config.optim.epochs * images / rates[kind]
     speed = " to ".join(dict.fromkeys(as_rate(rate) for rate in (min(rates.values()), max(rates.values()))))
@@ -167,7 +166,3 @@ def images_per_second(config: TrainConfig) -> float:
     with ProgressDisplay(Console(quiet=True), shown=False) as display:
         run = open_run(config, False, display, display.say)
         return config.optim.batch_size / take_trial_steps(run.trainer, MEASURED_STEPS).seconds_per_step
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(escape(text), highlight=False, soft_wrap=True, style=style)

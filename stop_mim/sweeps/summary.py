@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from scipy import stats
 
 from stop_mim.files import write_atomically
 from stop_mim.records import write_json
 from stop_mim.results import read_results
 from stop_mim.sweeps.plan import SCORES_FILE, Plan
-from stop_mim.tables import Table, write_tables
+from stop_mim.tables import Table, say, write_tables
 from stop_mim.training.callbacks.health import SIGNS, signs_in
 from stop_mim.training.run_folder import read_metrics
 
@@ -222,7 +221,7 @@ def show_summary(summary: Summary, console: Console) -> None:
         for table in summary_tables(summary):
             console.print(table)
     for line in _remarks(summary):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def _remarks(summary: Summary) -> Iterator[str]:
