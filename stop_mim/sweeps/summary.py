@@ -119,6 +119,11 @@ class Summary:
     interrupted_by: str | None = None
     """The signal that stopped the sweep."""
 
+    @property
+    def has_baseline(self) -> bool:
+        """Whether a run of the baseline is finished."""
+        return bool(self.scores.get(self.plan.baseline))
+
     def shown(self) -> list[str]:
         """Return the names of the scores that tables show."""
         found = dict.fromkeys(name for row in self.scores.values() for name in row)
@@ -126,18 +131,18 @@ class Summary:
 
     def columns(self) -> dict[str, dict[str, Number]]:
         """Return what tables show: the heading of each column, and its numbers by variant."""
-        named = [(name, name, self.scores) for name in self.shown()]
-        named += [(SIGNS[name].label, name, self.health) for name in SHOWN_SIGNS]
-        columns = {
-            heading: {variant: row[name] for variant, row in rows.items() if name in row}
-            for heading, name, rows in named
-        }
-        return {heading: column for heading, column in columns.items() if column}
+        columns = {name: _column(self.scores, name) for name in self.shown()}
+        signs = {SIGNS[name].label: _column(self.health, name) for name in SHOWN_SIGNS}
+        return columns | {label: column for label, column in signs.items() if column}
 
     def fewest_seeds(self) -> int:
         """Return the smallest number of seeds of any number."""
         rows = [*self.scores.values(), *self.health.values()]
         return min((number.n for row in rows for number in row.values()), default=0)
+
+
+def _column(rows: Numbers, name: str) -> dict[str, Number]:
+    return {variant: row[name] for variant, row in rows.items() if name in row}
 
 
 def read_scores(run: Path) -> dict[str, float]:
@@ -165,8 +170,8 @@ def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None 
             scores[variant] = {seed: read_scores(run) for seed, run in seeds.items()}
             health[variant] = {seed: read_health(run) for seed, run in seeds.items()}
     unfinished = [job.name for job in plan.jobs if not job.finished and job.name not in failed]
-    scores_over_seeds, health_over_seeds = compare(scores, plan.baseline), compare(health, plan.baseline)
-    return Summary(plan, scores_over_seeds, health_over_seeds, dict(failed), unfinished, interrupted_by)
+    numbers = compare(scores, plan.baseline), compare(health, plan.baseline)
+    return Summary(plan, *numbers, dict(failed), unfinished, interrupted_by)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
@@ -232,7 +237,7 @@ def _remarks(summary: Summary) -> Iterator[str]:
     fewest = summary.fewest_seeds()
     if 0 < fewest < LEAST_SEEDS:
         yield f"{seeds_note(fewest).capitalize()}; give at least {LEAST_SEEDS} seeds."
-    if fewest > 1:
+    if fewest > 1 and summary.has_baseline:
         yield "Intervals: single differences over seeds (Student's t) on one test set, not corrected for their number."
 
 
@@ -250,10 +255,9 @@ def summary_tables(summary: Summary) -> list[Table]:
             pairs = max((score.difference.pairs for score in row.values() if score.difference is not None), default=0)
             differences.append([variant, str(pairs), *map(_difference_cell, numbers)])
     title = f"{plan.sweep} at {plan.options.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
-    compared = bool(summary.scores.get(plan.baseline))
-    note = "" if compared else f"No differences: the baseline {plan.baseline} has no finished run."
+    note = "" if summary.has_baseline else f"No differences: the baseline {plan.baseline} has no finished run."
     tables = [Table(title, ["variant", "n", *headings], means, note)]
-    if compared and differences:
+    if summary.has_baseline and differences:
         title = f"difference to {plan.baseline}, same seeds [95% interval]"
         tables.append(Table(title, ["variant", "pairs", *headings], differences))
     return tables
