@@ -18,7 +18,6 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from stop_mim import create_encoder, load_encoder
-from stop_mim.benchmark.timing import wait_for
 from stop_mim.data.augment import TestView, normalise
 from stop_mim.data.image_source import ImageSource
 from stop_mim.evaluation.config import evaluate_config
@@ -29,6 +28,7 @@ from stop_mim.evaluation.subject import Subject, feature_task
 from stop_mim.models.accuracy import top_accuracy
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks, choose_device
+from stop_mim.training.trial import wait_for
 
 
 class Noise(ImageSource):

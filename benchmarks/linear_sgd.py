@@ -98,9 +98,7 @@ def compare(encoder, data, stored, images_a_class, arguments, ranks):
 def end_to_end(name, arguments, ranks):
     options = LinearSGDOptions(epochs=arguments.epochs)
     config = evaluate_config()(protocol="generic", seed=arguments.seed, linear_sgd=options)
-    encoder = load_encoder(name)
-    encoder.image_size = (arguments.image_size,) * 2 if arguments.image_size else encoder.image_size
-    subject = Subject(name, encoder, None, config, ranks)
+    subject = Subject(name, load_encoder(name), None, config, ranks)
     data = open_task_data(arguments.data, arguments.test_data)[0]
     if arguments.classes:
         train, test = (part.part(np.flatnonzero(part.classes < arguments.classes)) for part in (data.train, data.test))
@@ -121,7 +119,6 @@ def main():
     parser.add_argument("encoder")
     parser.add_argument("data")
     parser.add_argument("--images-a-class", type=int, nargs="+", default=[50])
-    parser.add_argument("--image-size", type=int)
     parser.add_argument("--test-data")
     parser.add_argument("--classes", type=int, help="end to end: the first classes alone")
     parser.add_argument("--end-to-end", action="store_true")
@@ -138,8 +135,6 @@ def main():
     encoder, data = load_encoder(arguments.encoder).eval(), open_task_data(arguments.data, arguments.test_data)[0]
     if encoder.depth < 4:
         parser.error(f"{arguments.encoder} has {encoder.depth} layers: name an encoder of at least four")
-    if arguments.image_size is not None:
-        encoder.image_size = (arguments.image_size, arguments.image_size)
     view, stored = TestView(encoder.image_size, None, encoder.mean, encoder.std), []
     subject = Subject(arguments.encoder, encoder, None, evaluate_config()(), ranks)
     subject.need_layers(4)

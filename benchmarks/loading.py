@@ -30,12 +30,12 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from stop_mim.benchmark.timing import wait_for
 from stop_mim.data.augment import AugmentConfig, RandomCrop, normalise
 from stop_mim.data.batches import Batches, Placement
 from stop_mim.data.order import ShuffledOrder
 from stop_mim.data.sources import open_source
 from stop_mim.training.distributed import choose_device
+from stop_mim.training.trial import wait_for
 
 CASES = {"photographs": ((375, 500), 224, 90, 512), "small": ((64, 64), 64, 85, 4096)}
 PREFETCH = 4

@@ -21,12 +21,12 @@ from stop_mim.benchmark.bench import open_run, steps_of
 from stop_mim.benchmark.config import BenchConfig
 from stop_mim.benchmark.flops import TokenCounts, step_flops
 from stop_mim.benchmark.parts import measure_parts
-from stop_mim.benchmark.timing import Spread, busy_seconds, matrix_ceiling, measure_step, wait_for
+from stop_mim.benchmark.timing import Spread, busy_seconds, matrix_ceiling, measure_step
 from stop_mim.sweeps.grid import with_overrides
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.recipes import find_recipe
-from stop_mim.training.trial import peak_memory
+from stop_mim.training.trial import peak_memory, wait_for
 
 B = {"masks.context_tokens": 49, "masks.target_tokens": 33, "optim.batch_size": 256}
 L = {**B, "optim.batch_size": 128}

@@ -9,7 +9,6 @@ import matplotlib
 import torch
 from jaxtyping import Float, UInt8
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -26,9 +25,9 @@ from stop_mim.evaluation.subject import feature_task
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, add_results, today
+from stop_mim.tables import say
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.pretrain import train
-from stop_mim.training.recipes import find_recipe
 
 # Labels of scenes: how they become classes, and the accuracy in percent of a guess.
 LABELS = {"count": (count_classes, 100 / 8), "distance": (distance_classes, 100 / 6)}
@@ -44,10 +43,9 @@ PROBES: dict[str, dict[str, Any]] = {
 PIXELS = "pixels"
 
 
-def run_demo(config: TrainConfig | None = None, console: Console | None = None) -> Path:
+def run_demo(config: TrainConfig, console: Console | None = None) -> Path:
     """Train, probe and draw; return the run directory."""
     console = console or Console()
-    config = config or find_recipe("demo")
     config = replace(config, out=str(unused(Path(config.out or "stop-mim-demo"))))
     console.print("Drawing scenes, then training a small StoP model on them (about two minutes on two cores).")
     sources = open_source(config.data), open_source(TEST_SCENES, "test")
@@ -121,7 +119,7 @@ def show(evaluations: Sequence[Evaluation], run: Path, console: Console) -> None
         f"  stop-mim evaluate {run} untrained:{run} --task clevr --data scenes:count=2000",
         f"  python -c \"from stop_mim import load_encoder; print(load_encoder('{run}'))\"",
     ):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def unused(wanted: Path) -> Path:

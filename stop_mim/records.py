@@ -54,7 +54,8 @@ def from_plain(kind: Any, value: Any, name: str = "", base: Any = None) -> Any:
     if kind is Any:
         return value
     if origin is Literal:
-        return _required(value, any(value == one and type(value) is type(one) for one in parts), name, _choices(parts))
+        known = any(value == one and type(value) is type(one) for one in parts)
+        return _required(value, known, name, " or ".join(map(str, parts)))
     if kind in (dict, Mapping) or origin in (dict, Mapping):
         _required(value, isinstance(value, dict) and all(isinstance(key, str) for key in value), name, "a mapping")
         return {key: from_plain(parts[1] if parts else Any, part, _path(name, key)) for key, part in value.items()}
@@ -126,10 +127,6 @@ def _required(value: Any, fits: bool, name: str, wanted: str) -> Any:
         text = repr(value)
         raise InputError(f"{name or 'the value'} is {text[:SHOWN]}{'…' if len(text) > SHOWN else ''}: give {wanted}.")
     return value
-
-
-def _choices(choices: tuple[Any, ...]) -> str:
-    return " or ".join(map(str, choices))
 
 
 def _path(name: str, part: str) -> str:

@@ -1,4 +1,4 @@
-"""Tables of text: for the screen, Markdown and LaTeX."""
+"""Tables of text for the screen, Markdown and LaTeX; lines of text for the screen."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, printable
 from stop_mim.files import write_atomically
 
 # Characters with a meaning in LaTeX, and those that its fonts lack.
@@ -110,6 +110,11 @@ def write_tables(path: Path, tables: Sequence[Table]) -> None:
     check_table_file(path)
     parts = [table.markdown() if path.suffix == ".md" else table.latex() for table in tables]
     write_atomically(path, lambda file: file.write_text("\n".join(parts), encoding="utf-8"))
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line as it is, without markup; only the screen folds it."""
+    console.print(escape(printable(text)), style=style, highlight=False, soft_wrap=True)
 
 
 def as_rate(per_second: float) -> str:

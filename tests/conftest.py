@@ -58,15 +58,12 @@ def _no_waiting_for_the_disk():
     os.fsync = lambda handle: None
 
 
-@pytest.fixture(scope="session")
-def scene_cache(tmp_path_factory) -> Path:
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
     """Scenes are drawn once a session, into a cache that the tests own."""
-    return tmp_path_factory.mktemp("scene_cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(scene_cache, monkeypatch):
-    monkeypatch.setenv("STOP_MIM_CACHE", str(scene_cache))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOP_MIM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -86,15 +83,13 @@ def two_steps():
 
 
 @pytest.fixture(scope="session")
-def _trained(tmp_path_factory, scene_cache, two_steps):
+def _trained(tmp_path_factory, two_steps):
     from rich.console import Console
 
     from stop_mim.training.pretrain import train
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
-        train(replace(two_steps, out=str(folder)), recipe="my-recipe", console=Console(file=io.StringIO()))
+    train(replace(two_steps, out=str(folder)), recipe="my-recipe", console=Console(file=io.StringIO()))
     return folder
 
 

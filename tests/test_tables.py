@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from stop_mim.errors import InputError
-from stop_mim.tables import Table, as_rate, write_tables
+from stop_mim.tables import Table, as_rate, say, write_tables
 
 TABLE = Table("Scores of a_b", ["variant", "|m̃|"], [["σ|1", "50% ± 2\\"]], "A & B.")
 
@@ -46,3 +46,10 @@ def test_a_table_wider_than_the_screen_is_split_with_its_names_in_each_part():
 @pytest.mark.parametrize(("value", "text"), [(0.4213, "0.421"), (12.34, "12.3"), (1234.5, "1,234"), (29_150, "29,150")])
 def test_rates_of_any_size_are_written_without_an_exponent(value, text):
     assert as_rate(value) == text
+
+
+def test_a_line_of_any_characters_is_printed_as_it_is():
+    stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
+    say(Console(file=stream, width=20), "[bold]runs/\udcff\x1b" + " x" * 20)
+    stream.seek(0)
+    assert stream.read() == r"[bold]runs/\udcff\x1b" + " x" * 20 + "\n"

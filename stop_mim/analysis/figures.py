@@ -195,8 +195,7 @@ def _scores_to_compare(
 ) -> tuple[ScoreKey, dict[str, Spread]] | None:
     """Return the score of runs like this one and of runs without noise; None if they cannot be compared."""
     kinds = (run.noise, Noise("none", 0.0))
-    records = [one for one in _records(runs) if one.noise in kinds]
-    records = [one for one in records if one.config.positions.kind != "learned"]
+    records = [one for one in _records(runs) if one.noise in kinds and one.config.positions.kind != "learned"]
     try:
         check_comparable(records)
         key = common_score(records, score)
@@ -470,7 +469,7 @@ def positions_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     Of a run with fixed positions on the same images, the prediction is shown too.
     """
     run = _nearest_to_the_paper(runs)
-    fixed = [one for one in _records(runs) if one.noise.form == "none" and _alike(one, run)]
+    fixed = [one for one in _records(runs) if one.noise.form == "none" and _inputs(one) == _inputs(run)]
     shown = [(f"Prediction of {_method(one)}", one) for one in fixed[:1]] + [("Prediction of StoP", run)]
     if not isinstance(run.objective, TargetObjective):
         shown = []
@@ -492,10 +491,9 @@ def _method(run: RunRecords) -> str:
     return {"ijepa": "I-JEPA", "mae": "MAE"}.get(kind, kind)
 
 
-def _alike(one: RunRecords, other: RunRecords) -> bool:
-    """Whether two runs saw the same images, cut into the same patches and masked alike."""
-    same = one.config.data == other.config.data and one.config.masks == other.config.masks
-    return same and one.config.encoder.image_size == other.config.encoder.image_size and one.grid == other.grid
+def _inputs(run: RunRecords) -> tuple[Any, ...]:
+    """Return what must agree where two runs saw the same images, cut into the same patches and masked alike."""
+    return run.config.data, run.config.masks, run.config.encoder.image_size, run.grid
 
 
 def _records(runs: Sequence[Path]) -> list[RunRecords]:
@@ -571,8 +569,7 @@ def draw_image(axes: Axes, image: UInt8[Tensor, "3 height width"]) -> None:
 
 def remove_ticks(axes: Axes) -> None:
     """Remove ticks and frame around a picture."""
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
 
 
@@ -624,16 +621,15 @@ def draw_against_sigma(
 
 def add_legend_below(figure: Figure, axes: Axes, columns: int, title: str | None = None) -> None:
     """Add one legend below the whole figure."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, title=title, title_fontsize=8, loc="outside lower center", ncols=columns)
+    named = axes.get_legend_handles_labels()
+    figure.legend(*named, title=title, title_fontsize=8, loc="outside lower center", ncols=columns)
 
 
 def set_sigma_axis(axes: Axes, runs: Sequence[RunRecords]) -> None:
     """Set a logarithmic axis with a tick for every sigma of the runs, labelled where there is room."""
     sigmas = sorted({run.noise.sigma for run in runs} - {0.0})
     meaning = "variance" if runs[0].config.positions.convention == "paper" else "standard deviation"
-    axes.set_xscale("log")
-    axes.set_xlabel(f"σ ({meaning} of n)")
+    axes.set(xscale="log", xlabel=f"σ ({meaning} of n)")
     named = sigmas[:1]
     for sigma in sigmas[1:]:
         if math.log(sigma / named[-1]) >= LABEL_WIDTH * math.log(sigmas[-1] / sigmas[0]):

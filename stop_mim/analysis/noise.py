@@ -80,10 +80,9 @@ def noisy_positions(
 ) -> Float[Tensor, "draws dim"]:
     """Sample ψ̂ of a patch, without the mask token or bias of masked tokens."""
     indices = torch.full((1, draws), patch)
-    with torch.no_grad():
-        if isinstance(positions, StochasticPositions):
-            return positions.sample(indices, generator)[0]
-        return positions(indices)[0]
+    if isinstance(positions, StochasticPositions):
+        return positions.sample(indices, generator)[0]
+    return positions(indices)[0]
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from stop_mim.seeds import seeded_generator
 
 # Side in pixels of images in figures.
 PICTURE_SIDE = 448
-PCA_COMPONENTS = 3
 # Fraction of a component's values that is cut off at each end, so that outliers do not take all the contrast.
 PCA_OUTLIERS = 0.01
 
@@ -79,7 +78,7 @@ def all_features(
     """Return the target encoder's features of every patch, in the space in which predictions are made."""
     rows, columns = objective.encoder.grid
     everywhere = torch.arange(rows * columns).expand(len(images), 1, -1)
-    features = objective.target_features(_normalised(objective, images), Masks(everywhere[:, 0], everywhere))
+    features = objective.target_features(_normalised(objective.encoder, images), Masks(everywhere[:, 0], everywhere))
     return features.reshape(len(images), rows * columns, -1)
 
 
@@ -91,7 +90,7 @@ def prediction_maps(
 
     Masked patches are in the order of `masks.targets.flatten(1)`. An objective in evaluation mode adds no noise.
     """
-    predicted = objective.predict(_normalised(objective, images), masks)
+    predicted = objective.predict(_normalised(objective.encoder, images), masks)
     predicted = F.normalize(predicted.reshape(len(images), -1, predicted.shape[-1]), dim=-1)
     return (predicted @ F.normalize(all_features(objective, images), dim=-1).mT).softmax(-1)
 
@@ -105,25 +104,25 @@ def prediction_map(
     return maps[0, masked.index(patch)].unflatten(0, objective.encoder.grid)
 
 
-def _normalised(
-    objective: TargetObjective, images: UInt8[Tensor, "batch 3 height width"]
-) -> Float[Tensor, "batch 3 height width"]:
-    return normalise(images, objective.encoder.mean, objective.encoder.std)
-
-
 @torch.no_grad()
 def patch_features(
     encoder: Encoder, images: UInt8[Tensor, "batch 3 height width"]
 ) -> Float[Tensor, "batch n_patches dim"]:
     """Return the normed patch tokens of an encoder."""
-    return encoder(normalise(images, encoder.mean, encoder.std))
+    return encoder(_normalised(encoder, images))
+
+
+def _normalised(
+    encoder: Encoder, images: UInt8[Tensor, "batch 3 height width"]
+) -> Float[Tensor, "batch 3 height width"]:
+    return normalise(images, encoder.mean, encoder.std)
 
 
 def pca_maps(features: Float[Tensor, "batch n_patches dim"], grid: Grid) -> Float[Tensor, "batch rows columns 3"]:
     """Return the first three principal components of all patches' features as red, green and blue in 0..1."""
     patches = features.flatten(0, 1).double()
     # The largest loading of a component is positive, so that the same features have the same colours.
-    components = torch.from_numpy(PCA(PCA_COMPONENTS, svd_solver="full").fit_transform(patches.numpy()))
+    components = torch.from_numpy(PCA(3, svd_solver="full").fit_transform(patches.numpy()))
     ends = torch.tensor([PCA_OUTLIERS, 1 - PCA_OUTLIERS], dtype=torch.float64)
     low, high = components.quantile(ends, dim=0)
     colours = ((components - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)

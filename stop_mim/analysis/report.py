@@ -9,7 +9,6 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
-from rich.markup import escape
 
 from stop_mim import __version__
 from stop_mim.analysis.report_data import ModelData, Pictures, Plain, charts, choose_pictures, model_data, picture_url
@@ -29,7 +28,7 @@ from stop_mim.records import from_plain
 from stop_mim.results import UNTRAINED, Evaluation, Score, details_table, headline_table
 from stop_mim.sweeps.grid import changes
 from stop_mim.sweeps.summary import spread
-from stop_mim.tables import Table
+from stop_mim.tables import Table, say
 from stop_mim.training.callbacks.health import SIGNS, HealthSigns, Symptoms, signs_in
 from stop_mim.training.config import to_json
 from stop_mim.training.run_folder import RunFolder
@@ -83,7 +82,7 @@ def write_report(
     page = render_page(group_seeds(records), choose_pictures(records, images)).encode("utf-8", "replace")
     write_atomically(out, lambda file: file.write_bytes(page))
     if console is not None:
-        console.print(f"Report: {escape(str(out))} ({len(page) / 1e6:.1f} MB)", highlight=False, soft_wrap=True)
+        say(console, f"Report: {out} ({len(page) / 1e6:.1f} MB)")
     return out
 
 

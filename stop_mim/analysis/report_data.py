@@ -229,14 +229,9 @@ def _image_maps(masked: Int[Tensor, " n"], maps: Float[Tensor, "n n_patches"], m
     patches = sorted(first)
     queries = [patches[number * len(patches) // most] for number in range(most)] if len(patches) > most else patches
     rows = maps[[first[patch] for patch in queries]]
-    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-    return {
-        "masked": patches,
-        "queries": queries,
-        "low": [rounded(value) for value in low.flatten().tolist()],
-        "high": [rounded(value) for value in high.flatten().tolist()],
-        "maps": packed(rows, low, high),
-    }
+    # Each map from its lowest to its highest value.
+    levels = packed(rows, rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
+    return {"masked": patches, "queries": queries, "maps": levels}
 
 
 def packed(values: Float[Tensor, "*shape"], low: float | Tensor, high: float | Tensor) -> str:

@@ -93,10 +93,6 @@ class RunRecords:
     status: Status = Status()
 
     @property
-    def name(self) -> str:
-        return self.path.resolve().name
-
-    @property
     def grid(self) -> Grid:
         (height, width), patch = self.config.encoder.image_size, self.config.encoder.patch_size
         return height // patch, width // patch
@@ -154,9 +150,8 @@ class RunRecords:
     def scores(self) -> dict[ScoreKey, float]:
         """Return the scores of the run's encoder and the newest ones of the online probe."""
         found = {score_key(one, score): score.value for one in self.evaluations for score in one.scores}
-        return found | {
-            ScoreKey(*one): self.last_values[one[0]] for one in ONLINE.items() if one[0] in self.last_values
-        }
+        last = self.last_values
+        return found | {ScoreKey(key, title): last[key] for key, title in ONLINE.items() if key in last}
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
@@ -283,8 +278,8 @@ def _differences(one: RunRecords, other: RunRecords) -> list[str]:
 def common_score(runs: Sequence[RunRecords], name: str | None = None) -> ScoreKey:
     """Return the score of that name, or else the top-1 accuracy nearest to the paper's protocol, that all runs have."""
     if name is None:
-        usual = {key: key.rank for key in runs[0].scores() if key.rank is not None}
-        common = {key: rank for key, rank in usual.items() if all(key in run.scores() for run in runs)}
+        known = [run.scores() for run in runs]
+        common = {key: key.rank for key in known[0] if key.rank is not None and all(key in one for one in known)}
         if not common:
             lacking = next((run for run in runs if not run.scores()), runs[-1])
             raise InputError(

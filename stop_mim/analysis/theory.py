@@ -35,7 +35,6 @@ class Prior:
     weights: Float[Tensor, " n"]
 
     def sample(self, count: int, generator: torch.Generator) -> Float[Tensor, " count"]:
-        """Draw positions."""
         chances = torch.rand(count, generator=generator, dtype=torch.float64) * self.weights.sum()
         return self.points[torch.searchsorted(self.weights.cumsum(0), chances).clamp(max=len(self.points) - 1)]
 
@@ -112,8 +111,6 @@ class ToyTask:
     answer_std: float = 0.1
 
     def sample(self, count: int, generator: torch.Generator) -> ToyBatch:
-        """Draw new examples."""
-
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 

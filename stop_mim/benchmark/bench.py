@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
 from stop_mim.benchmark.config import BenchConfig
 from stop_mim.benchmark.flops import TokenCounts, step_flops
@@ -24,7 +23,7 @@ from stop_mim.constraints import check_effects
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
 from stop_mim.records import write_json
-from stop_mim.tables import Table, as_rate
+from stop_mim.tables import Table, as_rate, say
 from stop_mim.training.acceleration import CapturedStep, is_compiled, is_half
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
@@ -210,7 +209,7 @@ def print_report(report: BenchReport) -> None:
     for table in (step_table(report), facts_table(report)):
         console.print(table)
     for note in report.notes:
-        console.print(escape(note), highlight=False, soft_wrap=True)
+        say(console, note)
 
 
 def step_table(report: BenchReport) -> Table:

@@ -29,7 +29,6 @@ class TokenCounts:
 
     @staticmethod
     def of(masks: Masks, grid: tuple[int, int]) -> "TokenCounts":
-        """Return the counts of these masks."""
         return TokenCounts(grid[0] * grid[1], masks.context.shape[1], masks.targets.shape[1], masks.targets.shape[2])
 
 

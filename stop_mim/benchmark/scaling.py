@@ -41,7 +41,6 @@ class Sizes:
     largest_layer: int
     outside_layers: int
     """Weights outside the layers, which are not freed when they are gathered."""
-    tokens: TokenCounts
     layers: tuple[tuple[int, int, float], ...]
     """Of each layer with gradients: an image's values at its attention, at its MLP, and the MLP's relative width."""
     image_values: int
@@ -52,7 +51,7 @@ class Sizes:
     @staticmethod
     @cache
     def of(config: TrainConfig) -> "Sizes":
-        """Count the weights and tokens of a recipe, on the meta device."""
+        """Count the weights of a recipe and an image's values, on the meta device."""
         with torch.device("meta"):
             objective = build_objective(config)
         grid = objective.encoder.grid
@@ -70,7 +69,6 @@ class Sizes:
             every - trained,
             max(inside),
             every - sum(inside),
-            tokens,
             tuple(_trained_layers(objective, tokens)),
             per_image,
             tokens.grid * dim,
@@ -106,7 +104,6 @@ def _trained_layers(objective: nn.Module, tokens: TokenCounts) -> Iterator[tuple
 class Layout:
     """One way to spread a run over GPUs."""
 
-    gpus: int
     sharding: Sharding
     recompute: bool
     per_device: int
@@ -138,7 +135,7 @@ class Layout:
         images = self.per_device * self.batches
         computing = images / plan.images_per_second * (4 / 3 if self.recompute else 1)
         sending = self.seconds(plan)
-        return self.gpus * images / (computing + sending), self.gpus * images / max(computing, sending)
+        return plan.gpus * images / (computing + sending), plan.gpus * images / max(computing, sending)
 
 
 def lay_out(
@@ -165,18 +162,8 @@ def lay_out(
         within, between = ring, ring / on_machine if sharding == "full" and machines > 1 else 0.0
         if sharding == "hybrid":
             between = 2 * 4 * trained / shards * (machines - 1) / machines * batches
-    activations = sizes.activations(recompute) * per_device
-    return Layout(
-        gpus,
-        sharding,
-        recompute,
-        per_device,
-        batches,
-        state / GIB,
-        activations / GIB,
-        within / 1e9,
-        between / 1e9,
-    )
+    activations = sizes.activations(recompute) * per_device / GIB
+    return Layout(sharding, recompute, per_device, batches, state / GIB, activations, within / 1e9, between / 1e9)
 
 
 def layouts(config: TrainConfig, plan: PlanConfig) -> list[Layout]:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stop_mim.benchmark.config import BenchConfig
-from stop_mim.training.trial import peak_memory
+from stop_mim.training.trial import peak_memory, wait_for
 
 Work = Callable[[], object]
 
@@ -34,10 +35,7 @@ class Spread:
     @staticmethod
     def of(values: Sequence[float]) -> "Spread":
         """Return the spread of these values; a single value has none."""
-        if len(values) < 2:
-            return Spread(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return Spread(median, low, high)
+        return Spread(*np.quantile(values, (0.5, 0.25, 0.75)).tolist())
 
     def scaled(self, factor: float) -> "Spread":
         """Multiply by a positive number."""
@@ -69,12 +67,6 @@ def measure_step(work: Work, device: torch.device, images: int, bench: BenchConf
         work()
     seconds = Spread.of(run_seconds(work, device, bench.steps, bench.repeats))
     return StepMeasurement(seconds, seconds.over(images), peak_memory(device))
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def run_seconds(work: Work, device: torch.device, steps: int, repeats: int) -> list[float]:

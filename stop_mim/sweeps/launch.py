@@ -10,27 +10,26 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from stop_mim.errors import InputError
 from stop_mim.interruption import Interruption, catch_interruption
 from stop_mim.launch import POLL_SECONDS, PROGRAM, LaunchConfig, make_executor, rank_environment
-from stop_mim.sweeps.plan import Job, SweepConfig
+from stop_mim.sweeps.plan import Job, Plan
 from stop_mim.training.run_folder import RunFolder
 
 Ended = tuple[Job, str | None]
 """A run whose processes have ended, and why it failed, if it did."""
 
 
-def launch(jobs: Sequence[Job], config: SweepConfig, out: Path, device: str, stop: Interruption) -> Generator[Ended]:
+def launch(jobs: Sequence[Job], plan: Plan, stop: Interruption) -> Generator[Ended]:
     """Run jobs, and yield each when it ends; after an interruption, running ones save and the others do not start."""
-    logs = out / "logs"
+    options, logs = plan.options, plan.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    if config.launch.is_job:
-        yield from _launch_jobs(jobs, config.launch, logs, stop)
+    if options.launch.is_job:
+        yield from _launch_jobs(jobs, options.launch, logs, stop)
     else:
-        yield from _launch_local(jobs, places(config.side_by_side, device), logs, stop)
+        yield from _launch_local(jobs, places(options.side_by_side, plan.base.speed.device), logs, stop)
 
 
 def run_job(
@@ -38,7 +37,7 @@ def run_job(
     program: Sequence[str],
     logs: Path,
     stop: Interruption,
-    environment: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str],
     running: list["subprocess.Popen[bytes]"] | None = None,
 ) -> str | None:
     """Train and evaluate one run; return why it failed, or None if it finished or was interrupted.

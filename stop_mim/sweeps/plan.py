@@ -1,8 +1,8 @@
 """The plan of a sweep: its runs as ordinary commands, and OUT/sweep.json, which keeps what their results depend on."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -97,10 +97,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep at a scale, with all settings of its runs but the seeds."""
+    """A sweep with all settings of its runs."""
 
     sweep: str
-    scale: str
+    options: SweepConfig
     recipe: str
     baseline: str
     variants: dict[str, Overrides]
@@ -115,27 +115,32 @@ class Plan:
         """Return the config of a variant, with the recipe's seed and directory."""
         return with_overrides(self.base, self.variants[variant])
 
-    def jobs(self, config: SweepConfig) -> Iterator[Job]:
-        """Yield the runs, seed by seed, so that a sweep that is stopped has complete seeds."""
-        default = find_recipe(self.recipe, config.compat)
-        for seed in config.seeds:
-            for variant in config.variants or self.variants:
-                folder = self.out / variant / f"seed-{seed}"
-                run = replace(self.config(variant), seed=seed, out=str(folder))
-                changed = changes(run, default)
-                # The recipe's warm-up is given too where it would follow the epochs.
-                changed |= changes(run, following(default, changed))
-                speed = {path: value for path, value in changed.items() if path.startswith("speed.")}
-                options, fast = as_flags(changed, run), as_flags(speed, run)
-                files = ("--untrained", "no", "--json", str(folder / SCORES_FILE))
-                yield Job(
-                    variant,
-                    seed,
-                    folder,
-                    pretrain=("pretrain", self.recipe, *compat_flag(config), *options),
-                    resume=("resume", str(folder), *fast),
-                    evaluation=("evaluate", str(folder), *self.evaluate, *fast, *files),
-                )
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """The runs that are asked for, seed by seed, so that a sweep that is stopped has complete seeds."""
+        return [self._job(variant, seed) for seed in self.options.seeds for variant in self.chosen]
+
+    @property
+    def chosen(self) -> list[str]:
+        """The variants that are asked for, each once."""
+        return list(dict.fromkeys(self.options.variants or self.variants))
+
+    def _job(self, variant: str, seed: int) -> Job:
+        folder, default = self.out / variant / f"seed-{seed}", find_recipe(self.recipe, self.options.compat)
+        run = replace(self.config(variant), seed=seed, out=str(folder))
+        changed = changes(run, default)
+        # The recipe's warm-up is given too where it would follow the epochs.
+        changed |= changes(run, following(default, changed))
+        fast = as_flags({path: value for path, value in changed.items() if path.startswith("speed.")}, run)
+        files = ("--untrained", "no", "--json", str(folder / SCORES_FILE))
+        return Job(
+            variant,
+            seed,
+            folder,
+            pretrain=("pretrain", self.recipe, *compat_flag(self.options), *as_flags(changed, run)),
+            resume=("resume", str(folder), *fast),
+            evaluation=("evaluate", str(folder), *self.evaluate, *fast, *files),
+        )
 
     def document(self) -> dict[str, Any]:
         """Return what results depend on, as JSON values."""
@@ -143,7 +148,7 @@ class Plan:
         document = {
             "format": FORMAT,
             "sweep": self.sweep,
-            "scale": self.scale,
+            "scale": self.options.scale,
             "recipe": self.recipe,
             "config": {path: value for path, value in changed.items() if not path.startswith(WITHOUT_EFFECT)},
             "evaluate": self.evaluate,
@@ -213,7 +218,7 @@ def make_plan(
     parts = ["sweep", name, *short_names(axes).values(), config.recipe or config.scale, *compat_flag(config)[1:]]
     return Plan(
         name,
-        config.scale,
+        config,
         config.recipe or scale.recipe,
         config.baseline or sweep.baseline,
         dict(sweep.variants),

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
@@ -22,7 +21,7 @@ from stop_mim.sweeps.grid import Axes
 from stop_mim.sweeps.launch import launch, places
 from stop_mim.sweeps.plan import Job, Plan, SweepConfig, make_plan
 from stop_mim.sweeps.summary import Summary, show_summary, summarise, write_summary
-from stop_mim.tables import Table, as_rate, duration
+from stop_mim.tables import Table, as_rate, duration, say
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import choose_device
@@ -43,16 +42,13 @@ def run_sweep(
 ) -> Summary | None:
     """Run what is missing of a sweep and summarise its directory; a dry run shows what would be run and returns None.
 
-    Args:
-        base: config that the variants change; default: the scale's.
-        axes: values of fields with each combination of which every variant is run.
+    `base` and `axes` are those of `make_plan`.
     """
     console = console or Console()
     plan = make_plan(name, config, base, axes)
     plan.check()
-    jobs = list(plan.jobs(config))
     if config.dry_run:
-        show_grid(plan, jobs, config, console)
+        show_grid(plan, console)
         return None
     # Data that cannot be opened are refused before hours are spent on training.
     if config.low_shot_list is not None:
@@ -64,35 +60,35 @@ def run_sweep(
         if not ours:
             raise InputError(f"Another sweep runs in {plan.out}: wait for it, or choose another --out.")
         plan.keep()
-        interrupted_by = _run(jobs, plan, config, console)
-    summary = summarise(plan, jobs, read_failed(plan.out), interrupted_by)
+        interrupted_by = _run(plan, console)
+    summary = summarise(plan, read_failed(plan.out), interrupted_by)
     write_summary(plan.out, summary)
     show_summary(summary, console)
-    _say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
+    say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
     if interrupted_by:
-        _say(console, f"Stopped by {interrupted_by}: the same command continues.", "yellow")
+        say(console, f"Stopped by {interrupted_by}: the same command continues.", "yellow")
     if summary.failed:
-        _say(console, f"Failed runs: {len(summary.failed)}. --retry-failed runs them again.", "yellow")
+        say(console, f"Failed runs: {len(summary.failed)}. --retry-failed runs them again.", "yellow")
     return summary
 
 
-def _run(jobs: Sequence[Job], plan: Plan, config: SweepConfig, console: Console) -> str | None:
+def _run(plan: Plan, console: Console) -> str | None:
     """Run every job that is due; return the signal that interrupted the sweep, if one did."""
-    waiting = due(jobs, plan.out, config.retry_failed)
-    _say(console, f"{plan.sweep} at {plan.scale} scale: {len(waiting)} of {len(jobs)} runs to do in {plan.out}.")
+    waiting, about = due(plan), f"{plan.sweep} at {plan.options.scale} scale"
+    say(console, f"{about}: {len(waiting)} of {len(plan.jobs)} runs to do in {plan.out}.")
     # Closed where an error ends the loop, so that running processes save and stop.
-    with catch_interruption() as stop, closing(launch(waiting, config, plan.out, plan.base.speed.device, stop)) as runs:
+    with catch_interruption() as stop, closing(launch(waiting, plan, stop)) as runs:
         for number, (job, error) in enumerate(runs, start=1):
             record(plan.out, job, error)
             end = f"failed: {error}" if error else "finished." if job.finished else "stopped."
-            _say(console, f"{number} of {len(waiting)}: {job.name} {end}", "yellow" if error else None)
+            say(console, f"{number} of {len(waiting)}: {job.name} {end}", "yellow" if error else None)
     return stop.signal_name
 
 
-def due(jobs: Sequence[Job], out: Path, retry_failed: bool) -> list[Job]:
-    """Return the runs that are not finished; failed ones only with `retry_failed`."""
-    failed = {} if retry_failed else read_failed(out)
-    return [job for job in jobs if not job.finished and job.name not in failed]
+def due(plan: Plan) -> list[Job]:
+    """Return the runs that are not finished; failed ones only with --retry-failed."""
+    failed = {} if plan.options.retry_failed else read_failed(plan.out)
+    return [job for job in plan.jobs if not job.finished and job.name not in failed]
 
 
 def read_failed(out: Path) -> dict[str, str]:
@@ -110,37 +106,37 @@ def record(out: Path, job: Job, error: str | None) -> None:
         write_json(out / FAILED_FILE, failed)
 
 
-def show_grid(plan: Plan, jobs: Sequence[Job], config: SweepConfig, console: Console) -> None:
+def show_grid(plan: Plan, console: Console) -> None:
     """Print the variants, the commands of the runs that are due, and the estimated time."""
-    seeds = ", ".join(map(str, config.seeds))
-    title = f"{plan.sweep} at {plan.scale} scale: {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
+    options, seeds = plan.options, ", ".join(map(str, plan.options.seeds))
+    title = f"{plan.sweep} at {options.scale} scale: {plan.recipe}, epochs: {plan.base.optim.epochs}, seeds: {seeds}"
     rows = []
-    for variant in dict.fromkeys(job.variant for job in jobs):
-        own = [job.finished for job in jobs if job.variant == variant]
+    for variant in plan.chosen:
+        own = [job.finished for job in plan.jobs if job.variant == variant]
         changed = ", ".join(f"{path} {value}" for path, value in plan.variants[variant].items())
         name = f"{variant} (baseline)" if variant == plan.baseline else variant
         rows.append([name, changed, f"{sum(own)} of {len(own)}"])
     console.print(Table(title, ["variant", "changes", "finished"], rows, names=2))
-    left = due(jobs, plan.out, config.retry_failed)
+    left = due(plan)
     for job in left:
         for arguments in (job.training, job.evaluation):
-            _say(console, f"stop-mim {shlex.join(arguments)}")
+            say(console, f"stop-mim {shlex.join(arguments)}")
     if not left:
-        _say(console, "All runs are done: the same command without --dry-run prints the tables.")
+        say(console, "All runs are done: the same command without --dry-run prints the tables.")
         return
-    at_once = len(places(config.side_by_side, plan.base.speed.device)) if not config.launch.is_job else len(left)
-    at_once = max(1, min(at_once, len(left)))
-    seconds, origin = estimate(plan, jobs, left, console)
+    at_once = len(left) if options.launch.is_job else len(places(options.side_by_side, plan.base.speed.device))
+    at_once = min(at_once, len(left))
+    seconds, origin = estimate(plan, left, console)
     time = f"about {duration(seconds / at_once)}" if seconds else "their time depends on the images, see --data"
-    _say(
+    say(
         console,
         f"Runs to do: {len(left)}, {at_once} at a time: {time} of training ({origin}); evaluation comes on top.",
     )
 
 
-def estimate(plan: Plan, jobs: Sequence[Job], left: Sequence[Job], console: Console) -> tuple[float, str]:
+def estimate(plan: Plan, left: Sequence[Job], console: Console) -> tuple[float, str]:
     """Return the seconds of all trainings that are left, one after the other, and what they are estimated from."""
-    finished = [lines for job in jobs if job.finished and (lines := read_metrics(job.folder))]
+    finished = [lines for job in plan.jobs if job.finished and (lines := read_metrics(job.folder))]
     if finished:
         size = plan.base.optim.batch_size
         seconds = [
@@ -155,7 +151,7 @@ def estimate(plan: Plan, jobs: Sequence[Job], left: Sequence[Job], console: Cons
         # What a step costs depends on these alone.
         kind = (config.encoder, config.predictor, config.objective, config.masks, config.optim.batch_size)
         if kind not in rates:
-            _say(console, f"Measuring a few steps of {job.variant} …")
+            say(console, f"Measuring a few steps of {job.variant} …")
             rates[kind] = images_per_second(config)
         total += config.optim.epochs * images / rates[kind]
     speed = " to ".join(dict.fromkeys(as_rate(rate) for rate in (min(rates.values()), max(rates.values()))))
@@ -170,7 +166,3 @@ def images_per_second(config: TrainConfig) -> float:
     with ProgressDisplay(Console(quiet=True), shown=False) as display:
         run = open_run(config, False, display, display.say)
         return config.optim.batch_size / take_trial_steps(run.trainer, MEASURED_STEPS).seconds_per_step
-
-
-def _say(console: Console, text: str, style: str | None = None) -> None:
-    console.print(escape(text), highlight=False, soft_wrap=True, style=style)

@@ -3,27 +3,26 @@
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from scipy import stats
 
 from stop_mim.files import write_atomically
 from stop_mim.records import write_json
 from stop_mim.results import read_results
-from stop_mim.sweeps.plan import SCORES_FILE, Job, Plan
-from stop_mim.tables import Table, write_tables
+from stop_mim.sweeps.plan import SCORES_FILE, Plan
+from stop_mim.tables import Table, say, write_tables
 from stop_mim.training.callbacks.health import SIGNS, signs_in
 from stop_mim.training.run_folder import read_metrics
 
 SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
 SUMMARY_TABLES = ("summary.md", "summary.tex")
 FORMAT = "stop-mim sweep summary 4"
-CSV_HEAD = ("sweep", "scale", "variant", "score")
+CSV_HEAD = ("sweep", "scale", "variant", "score", "n", "mean", "std", "pairs", "difference", "low", "high")
 CONFIDENCE = 0.95
 LEAST_SEEDS = 3
 # Health signs that the tables show.
@@ -97,19 +96,18 @@ def compare(values: Values, baseline: str) -> Numbers:
             for name, value in found.items():
                 if math.isfinite(value):
                     by_seed[variant].setdefault(name, {})[seed] = value
-
-    def number(variant: str, name: str, own: dict[int, float]) -> Number:
-        apart = None if variant == baseline else paired_difference(own, by_seed[baseline].get(name, {}))
-        return Number(**vars(spread(list(own.values()))), by_seed=own, difference=apart)
-
-    return {
-        variant: {name: number(variant, name, own) for name, own in row.items()} for variant, row in by_seed.items()
-    }
+    numbers: Numbers = {variant: {} for variant in values}
+    for variant, row in by_seed.items():
+        for name, own in row.items():
+            others = by_seed.get(baseline, {}).get(name, {})
+            apart = None if variant == baseline else paired_difference(own, others)
+            numbers[variant][name] = Number(**vars(spread(list(own.values()))), by_seed=own, difference=apart)
+    return numbers
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A sweep as far as it has been run."""
+    """A sweep as far as it has been run: the variants that were asked for, and others with finished runs."""
 
     plan: Plan
     scores: Numbers
@@ -120,6 +118,11 @@ class Summary:
     unfinished: list[str]
     interrupted_by: str | None = None
     """The signal that stopped the sweep."""
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether a run of the baseline is finished."""
+        return bool(self.scores.get(self.plan.baseline))
 
     def shown(self) -> list[str]:
         """Return the names of the scores that tables show."""
@@ -157,19 +160,18 @@ def read_health(run: Path) -> dict[str, float]:
     return signs_in((read_metrics(run) or [{}])[-1])
 
 
-def summarise(
-    plan: Plan, asked: Sequence[Job], failed: Mapping[str, str], interrupted_by: str | None = None
-) -> Summary:
+def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None = None) -> Summary:
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
-    scores: Values = {variant: {} for variant in plan.variants}
-    health: Values = {variant: {} for variant in plan.variants}
+    scores, health = Values(), Values()
     for variant in plan.variants:
-        for file in sorted((plan.out / variant).glob(f"seed-*/{SCORES_FILE}")):
-            seed = int(file.parent.name.removeprefix("seed-"))
-            scores[variant][seed], health[variant][seed] = read_scores(file.parent), read_health(file.parent)
-    unfinished = [job.name for job in asked if not job.finished and job.name not in failed]
-    scores_over_seeds, health_over_seeds = compare(scores, plan.baseline), compare(health, plan.baseline)
-    return Summary(plan, scores_over_seeds, health_over_seeds, dict(failed), unfinished, interrupted_by)
+        runs = [file.parent for file in sorted((plan.out / variant).glob(f"seed-*/{SCORES_FILE}"))]
+        if runs or variant in plan.chosen:
+            seeds = {int(run.name.removeprefix("seed-")): run for run in runs}
+            scores[variant] = {seed: read_scores(run) for seed, run in seeds.items()}
+            health[variant] = {seed: read_health(run) for seed, run in seeds.items()}
+    unfinished = [job.name for job in plan.jobs if not job.finished and job.name not in failed]
+    numbers = compare(scores, plan.baseline), compare(health, plan.baseline)
+    return Summary(plan, *numbers, dict(failed), unfinished, interrupted_by)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "sweep": plan.sweep,
-        "scale": plan.scale,
+        "scale": plan.options.scale,
         "recipe": plan.recipe,
         "epochs": plan.base.optim.epochs,
         "baseline": plan.baseline,
@@ -188,8 +190,8 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "variants": {
             variant: {
                 "overrides": dict(overrides),
-                "scores": {name: asdict(number) for name, number in summary.scores[variant].items()},
-                "health": {name: asdict(number) for name, number in summary.health[variant].items()},
+                "scores": {name: asdict(number) for name, number in summary.scores.get(variant, {}).items()},
+                "health": {name: asdict(number) for name, number in summary.health.get(variant, {}).items()},
             }
             for variant, overrides in plan.variants.items()
         },
@@ -203,29 +205,28 @@ def write_summary(out: Path, summary: Summary) -> None:
     write_json(out / SUMMARY_JSON, as_json(summary))
     write_atomically(out / SUMMARY_CSV, lambda file: _write_csv(file, summary))
     for name in SUMMARY_TABLES:
-        write_tables(out / name, [means_table(summary), differences_table(summary)])
+        write_tables(out / name, summary_tables(summary))
 
 
 def _write_csv(file: Path, summary: Summary) -> None:
-    spread_fields, difference_fields = ([one.name for one in fields(kind)] for kind in (Spread, Difference))
     with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, [*CSV_HEAD, *spread_fields, *difference_fields], extrasaction="ignore")
-        writer.writeheader()
-        for variant in summary.plan.variants:
+        writer = csv.writer(stream)
+        writer.writerow(CSV_HEAD)
+        for variant, scores in summary.scores.items():
             signs = {SIGNS[name].key: number for name, number in summary.health[variant].items()}
-            for name, number in (summary.scores[variant] | signs).items():
-                names = (summary.plan.sweep, summary.plan.scale, variant, name)
-                apart = {} if number.difference is None else asdict(number.difference)
-                writer.writerow({**dict(zip(CSV_HEAD, names, strict=True)), **vars(number), "difference": "", **apart})
+            for name, number in (scores | signs).items():
+                names = (summary.plan.sweep, summary.plan.options.scale, variant, name)
+                apart = ("",) * 4 if number.difference is None else astuple(number.difference)
+                writer.writerow([*names, number.n, number.mean, number.std, *apart])
 
 
 def show_summary(summary: Summary, console: Console) -> None:
-    """Print both tables, if any run is finished, and remarks."""
+    """Print the tables, if any run is finished, and remarks."""
     if any(summary.scores.values()):
-        console.print(means_table(summary))
-        console.print(differences_table(summary))
+        for table in summary_tables(summary):
+            console.print(table)
     for line in _remarks(summary):
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def _remarks(summary: Summary) -> Iterator[str]:
@@ -236,35 +237,30 @@ def _remarks(summary: Summary) -> Iterator[str]:
     fewest = summary.fewest_seeds()
     if 0 < fewest < LEAST_SEEDS:
         yield f"{seeds_note(fewest).capitalize()}; give at least {LEAST_SEEDS} seeds."
-    if fewest > 1:
+    if fewest > 1 and summary.has_baseline:
         yield "Intervals: single differences over seeds (Student's t) on one test set, not corrected for their number."
 
 
-def means_table(summary: Summary) -> Table:
-    """Return a table with a row for each variant: mean ± standard deviation over seeds."""
-    plan = summary.plan
-    title = f"{plan.sweep} at {plan.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
-    columns, rows = summary.columns(), []
+def summary_tables(summary: Summary) -> list[Table]:
+    """Return a table of means over seeds and, if the baseline was run, one of differences to it; a row for each variant."""
+    plan, columns = summary.plan, summary.columns()
+    # Headings of several lines, so that a table fits the screen.
+    headings = [name.replace("/", "\n") for name in columns]
+    means, differences = [], []
     for variant, row in summary.scores.items():
+        numbers = [column.get(variant) for column in columns.values()]
         n = max((score.n for score in row.values()), default=0)
-        rows.append([variant, str(n), *(_mean_cell(column.get(variant)) for column in columns.values())])
-    return Table(title, ["variant", "n", *map(_heading, columns)], rows)
-
-
-def differences_table(summary: Summary) -> Table:
-    """Return a table with a row for each variant but the baseline: paired difference and its interval."""
-    columns, rows = summary.columns(), []
-    for variant, row in summary.scores.items():
-        if variant != summary.plan.baseline:
+        means.append([variant, str(n), *map(_mean_cell, numbers)])
+        if variant != plan.baseline:
             pairs = max((score.difference.pairs for score in row.values() if score.difference is not None), default=0)
-            rows.append([variant, str(pairs), *(_difference_cell(column.get(variant)) for column in columns.values())])
-    title = f"difference to {summary.plan.baseline}, same seeds [95% interval]"
-    return Table(title, ["variant", "pairs", *map(_heading, columns)], rows)
-
-
-def _heading(name: str) -> str:
-    """Return a heading of several lines, so that a table fits the screen."""
-    return name.replace("/", "\n")
+            differences.append([variant, str(pairs), *map(_difference_cell, numbers)])
+    title = f"{plan.sweep} at {plan.options.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
+    note = "" if summary.has_baseline else f"No differences: the baseline {plan.baseline} has no finished run."
+    tables = [Table(title, ["variant", "n", *headings], means, note)]
+    if summary.has_baseline and differences:
+        title = f"difference to {plan.baseline}, same seeds [95% interval]"
+        tables.append(Table(title, ["variant", "pairs", *headings], differences))
+    return tables
 
 
 def _mean_cell(number: Number | None) -> str:

@@ -86,11 +86,11 @@ def measure_steps(trainer: Trainer, first: int = 1, timed: int = 1) -> Trial:
     with closing(trainer.batches(0)) as batches:
         for _ in range(first):
             trainer.take_step(batches)
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         for _ in range(timed):
             trainer.take_step(batches)
-        _wait_for(device)
+        wait_for(device)
         return Trial((time.perf_counter() - start) / timed, peak_memory(device))
 
 
@@ -136,6 +136,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -5,8 +5,6 @@ from analysed_runs import train_tiny
 
 
 @pytest.fixture(scope="session")
-def stop_run(tmp_path_factory, scene_cache):
+def stop_run(tmp_path_factory):
     """StoP with sigma 0.25, two epochs of four steps on a grid of 4x6 patches; nobody writes into it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
-        return train_tiny(tmp_path_factory.mktemp("runs") / "stop")
+    return train_tiny(tmp_path_factory.mktemp("runs") / "stop")

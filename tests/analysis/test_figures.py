@@ -38,13 +38,10 @@ def _small_pictures(monkeypatch):
 @pytest.fixture
 def quick_theory(monkeypatch):
     """The simulations are tested elsewhere: here they need only end."""
-    predictor, toy = theory.train_predictor, theory.train_toy
+    predictor, toy, gradients = theory.train_predictor, theory.train_toy, theory.gradients_at_zero
     monkeypatch.setattr(theory, "train_predictor", lambda clean, prior, steps: predictor(clean, prior, steps=3))
     monkeypatch.setattr(theory, "train_toy", lambda task, tying, steps, seed: toy(task, tying, steps=3, seed=seed))
-    monkeypatch.setattr(theory, "gradients_at_zero", lambda task, count: GRADIENTS(task, min(count, 1000)))
-
-
-GRADIENTS = theory.gradients_at_zero
+    monkeypatch.setattr(theory, "gradients_at_zero", lambda task, count: gradients(task, min(count, 1000)))
 
 
 def named(sweep, *names):
@@ -200,15 +197,3 @@ def test_of_all_those_that_cannot_be_drawn_are_left_out(sweep, tmp_path, monkeyp
     files = draw_figures(["all"], named(sweep, "tied-0.25"), tmp_path, told.append)
     assert {file.stem.removeprefix("figure-") for file in files} == {"loss"}
     assert [text.split(":")[0] for text in told] == ["Figure 3 is left out", "Figure 4 is left out"]
-
-
-def test_a_new_figure_is_one_function(tmp_path):
-    @FIGURES.register("mine")
-    def mine(runs, score):
-        (figure := Figure()).subplots().plot([len(runs), 2])
-        return figure
-
-    try:
-        assert len(draw_figures(["mine"], [], tmp_path)) == 2
-    finally:
-        del FIGURES._entries["mine"]

@@ -63,9 +63,7 @@ def test_real_objectives_give_maps_in_the_space_of_their_targets(tmp_path, kind,
     assert maps.shape == (2, masks.targets[0].numel(), N_PATCHES)
     assert torch.allclose(maps.sum(-1), torch.ones(maps.shape[:2]))
     # The features of all patches are, at the masked ones, what the loss compares predictions with.
-    normalised = (images(2) / 255 - torch.tensor(objective.encoder.mean).view(3, 1, 1)) / torch.tensor(
-        objective.encoder.std
-    ).view(3, 1, 1)
+    normalised = normalise(images(2), objective.encoder.mean, objective.encoder.std)
     targets = objective.target_features(normalised, masks).reshape(2, -1, objective.encoder.dim)
     everywhere = all_features(objective, images(2))
     for image in range(2):

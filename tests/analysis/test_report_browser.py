@@ -58,29 +58,25 @@ def show(browser):
 
 
 @pytest.fixture(scope="module")
-def one(stop_run, tmp_path_factory, scene_cache):
+def one(stop_run, tmp_path_factory):
     """A report on one run with a hostile name, recipe and status."""
     folder = tmp_path_factory.mktemp("one")
     run = pretend(stop_run, folder / NAME)
     sessions = json.loads((run / "environment.json").read_text())
     (run / "environment.json").write_text(json.dumps([sessions[0] | {"recipe": HOSTILE}]))
     write_status(run, "failed", 8, HOSTILE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
-        return write_report([run], folder / "report.html")
+    return write_report([run], folder / "report.html")
 
 
 @pytest.fixture(scope="module")
-def three(stop_run, tmp_path_factory, scene_cache):
+def three(stop_run, tmp_path_factory):
     """A report on runs with noise, without noise, and without any step."""
     folder = tmp_path_factory.mktemp("three")
     empty = folder / ("empty-" * 12)
     RunFolder(empty).create(tiny_config(empty), "tiny")
     noisy = pretend(stop_run, folder / "stop", positions=PositionsConfig(sigma=900.0))
     fixed = pretend(stop_run, folder / NAME, signs={"loss": 0.125}, positions=PositionsConfig(kind="sincos"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STOP_MIM_CACHE", str(scene_cache))
-        return write_report([noisy, fixed, empty], folder / "report.html")
+    return write_report([noisy, fixed, empty], folder / "report.html")
 
 
 def painted(page, selector):

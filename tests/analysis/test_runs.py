@@ -12,7 +12,7 @@ from stop_mim.training.config import EncoderConfig, OptimConfig, PositionsConfig
 
 def test_a_run_is_opened_with_its_newest_weights_in_evaluation_mode(stop_run):
     run = read_records(stop_run)
-    assert (run.name, run.grid, run.last_step) == ("stop", (4, 6), 8)
+    assert (run.grid, run.last_step) == ((4, 6), 8)
     assert not run.objective.training
     assert not run.objective.positions.training
     newest = read_checkpoint(checkpoints_in(stop_run / "checkpoints")[8])

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from stop_mim.cli import main
 
@@ -13,7 +14,9 @@ TINY = [
 ]
 
 
-def test_the_demo_is_measured_with_other_sizes_and_written(tmp_path, capsys, monkeypatch):
+def test_the_demo_is_measured_with_other_sizes_and_written_with_all_that_is_needed_to_repeat_it(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     main(["bench", "demo", *TINY, "--bench.json", "bench.json"])
     shown = capsys.readouterr()
@@ -22,7 +25,11 @@ def test_the_demo_is_measured_with_other_sizes_and_written(tmp_path, capsys, mon
     assert "measuring" in shown.err
     assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
     written = json.loads((tmp_path / "bench.json").read_text())
-    assert (written["recipe"], written["config"]["encoder"]["width"]) == ("demo", 24)
+    assert (written["format"], written["recipe"]) == ("stop-mim bench 1", "demo")
+    assert (written["config"]["encoder"]["width"], written["bench"]["steps"]) == (24, 1)
+    assert written["environment"]["packages"]["torch"] == torch.__version__.partition("+")[0]
+    speed = written["flops"] / written["step"]["seconds"]["median"]
+    assert written["derived"]["part_of_ceiling"] == pytest.approx(speed / written["ceiling"])
 
 
 @pytest.mark.parametrize(

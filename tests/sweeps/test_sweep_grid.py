@@ -32,11 +32,11 @@ def test_grids_are_well_formed(name):
     assert all(set(variant) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-") for variant in variants)
 
 
-@pytest.mark.parametrize("scale", ["demo", "tiny-imagenet", "imagenet"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_every_variant_is_a_valid_config_at_every_scale(scale):
     for name in NAMES:
         plan = make_plan(name, SweepConfig(scale=scale, data="scenes"))
-        assert len(list(plan.jobs(SweepConfig(scale=scale)))) == 3 * len(plan.variants)
+        assert len(plan.jobs) == 3 * len(plan.variants)
 
 
 def test_grids_ask_what_the_paper_asks():
@@ -95,19 +95,10 @@ def test_the_warm_up_keeps_its_fraction_of_the_epochs(scale, epochs):
     usual, longer = (base_config(SweepConfig(scale=scale, epochs=asked)).optim for asked in (None, 3 * epochs))
     assert (usual.epochs, longer.epochs) == (epochs, 3 * epochs)
     assert math.isclose(longer.warmup_epochs, 3 * usual.warmup_epochs)
-    assert set(SCALES) == {"demo", "tiny-imagenet", "imagenet"}
-
-
-@pytest.mark.parametrize(
-    ("path", "words"), [("position.sigma", "'position'.*'positions'"), ("positions.sigma.x", "positions.sigma is")]
-)
-def test_unknown_fields_are_refused(path, words):
-    with pytest.raises(InputError, match=words):
-        with_overrides(TrainConfig(), {path: 1})
 
 
 def test_the_options_of_a_config_make_the_same_config():
-    recipe = find_recipe("demo")
+    recipe = find_recipe("stop-vitb16")
     overrides = {
         "seed": 3,
         "encoder.image_size": (64, 32),
@@ -119,7 +110,5 @@ def test_the_options_of_a_config_make_the_same_config():
     }
     config = with_overrides(recipe, overrides)
     changed = changes(config, recipe)
-    assert set(changed) == {path for path in overrides if path != "checkpoint.milestone_every_epochs"} | (
-        set() if recipe.checkpoint.milestone_every_epochs is None else {"checkpoint.milestone_every_epochs"}
-    )
+    assert changed == overrides
     assert tyro.cli(TrainConfig, default=recipe, args=as_flags(changed, config)) == config

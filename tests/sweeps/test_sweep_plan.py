@@ -46,7 +46,7 @@ def test_a_variant_that_is_no_valid_config_is_named(mini, changed, words):
 @pytest.mark.usefixtures("mini")
 def test_jobs_are_ordinary_commands_seed_by_seed():
     base = with_overrides(base_config(mini_config()), {"speed.device": "cpu", "optim.lr": 0.5})
-    jobs = list(make_plan("mini", mini_config(seeds=(0, 5)), base).jobs(mini_config(seeds=(0, 5))))
+    jobs = make_plan("mini", mini_config(seeds=(0, 5)), base).jobs
     assert [job.name for job in jobs] == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-5", "noisy/seed-5"]
     command = jobs[2].training
     assert command[:2] == ("pretrain", "demo")
@@ -74,7 +74,7 @@ def test_another_recipe_takes_the_length_of_the_scale():
     with pytest.raises(InputError, match=r"'l1-0\.01'.*l1_strength is 0\.01.*mae"):
         make_plan("regularisation", config)
     plan = make_plan("positions", config)
-    assert next(plan.jobs(config)).pretrain[:2] == ("pretrain", "mae-tiny-imagenet")
+    assert plan.jobs[0].pretrain[:2] == ("pretrain", "mae-tiny-imagenet")
     assert (plan.base.objective.kind, plan.base.optim.epochs) == ("mae", 54)
     assert str(plan.out) == "runs/sweep-positions-mae-tiny-imagenet"
 
@@ -84,7 +84,7 @@ def test_the_imagenet_sweeps_take_compat_and_any_field(monkeypatch):
     base = with_overrides(base_config(config), {"predictor.depth": 3, "augment.blur_probability": 0.0})
     plan = make_plan("positions", config, base)
     monkeypatch.setattr("stop_mim.training.pretrain.train", lambda run, **more: trained.append(run) or TRAINED)
-    for job, overrides in zip(plan.jobs(config), plan.variants.values(), strict=True):
+    for job, overrides in zip(plan.jobs, plan.variants.values(), strict=True):
         assert job.pretrain[2:4] == ("--compat", "release")
         main(job.training)
         assert trained[-1] == with_overrides(base, {**overrides, "out": str(job.folder)})

@@ -91,9 +91,29 @@ def test_files_and_tables_hold_the_same_numbers(console):
 
 @pytest.mark.usefixtures("mini")
 def test_a_directory_without_finished_runs_has_an_empty_summary(console):
-    config = mini_config()
-    plan = make_plan("mini", config)
-    found = summarise(plan, list(plan.jobs(config)), {"noisy/seed-1": "It failed."})
+    plan = make_plan("mini", mini_config())
+    found = summarise(plan, {"noisy/seed-1": "It failed."})
     assert found.scores == found.health == {"fixed": {}, "noisy": {}}
     assert found.unfinished == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-1"]
     show_summary(found, console)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_variants_that_were_neither_chosen_nor_run_are_not_shown(console):
+    plan = make_plan("mini", mini_config(variants=("noisy",)))
+
+    def written(run):
+        Path("out", run).mkdir(parents=True)
+        Path("out", run, "scores.json").write_text(json.dumps({"scores": 7}))
+        summary = summarise(plan, {})
+        write_summary(plan.out, summary)
+        show_summary(summary, console)
+        return console.file.getvalue(), Path("out/summary.md").read_text()
+
+    for text in written("noisy/seed-0"):
+        assert "7.00" in text
+        assert "No differences: the baseline fixed has no finished run." in " ".join(text.split())
+        assert text.count("fixed") == 1
+    for text in written("fixed/seed-0"):
+        assert "difference to fixed" in text
+    assert list(json.loads(Path("out/summary.json").read_text())["variants"]) == ["fixed", "noisy"]

@@ -71,7 +71,7 @@ def test_the_warm_up_keeps_its_fraction_of_the_epochs():
 def test_the_runs_of_a_sweep_have_the_warm_up_of_its_scale(tmp_path):
     # The scale has half of its recipe's epochs and all of its warm-up.
     config = SweepConfig(scale="imagenet", data="images", out=tmp_path)
-    options = next(make_plan("tokens", config).jobs(config)).pretrain
+    options = make_plan("tokens", config).jobs[0].pretrain
     assert options[options.index("--optim.epochs") + 1] == "300"
     assert options[options.index("--optim.warmup-epochs") + 1] == "15"
 
