@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -164,9 +165,10 @@ def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None 
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
     scores, health = Values(), Values()
     for variant in plan.variants:
-        runs = [file.parent for file in sorted((plan.out / variant).glob(f"seed-*/{SCORES_FILE}"))]
-        if runs or variant in plan.chosen:
-            seeds = {int(run.name.removeprefix("seed-")): run for run in runs}
+        runs = [file.parent for file in sorted((plan.out / variant).glob(f"*/{SCORES_FILE}"))]
+        # A copy, such as seed-0.old, is no run of the sweep.
+        seeds = {int(found[1]): run for run in runs if (found := re.fullmatch(r"seed-(\d+)", run.name))}
+        if seeds or variant in plan.chosen:
             scores[variant] = {seed: read_scores(run) for seed, run in seeds.items()}
             health[variant] = {seed: read_health(run) for seed, run in seeds.items()}
     unfinished = [job.name for job in plan.jobs if not job.finished and job.name not in failed]

@@ -110,6 +110,8 @@ def test_variants_that_were_neither_chosen_nor_run_are_not_shown(console):
         show_summary(summary, console)
         return console.file.getvalue(), Path("out/summary.md").read_text()
 
+    # A copy of a run is not counted.
+    written("noisy/seed-0.old")
     for text in written("noisy/seed-0"):
         assert "7.00" in text
         assert "No differences: the baseline fixed has no finished run." in " ".join(text.split())
