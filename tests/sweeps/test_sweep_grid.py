@@ -44,7 +44,7 @@ def test_grids_ask_what_the_paper_asks():
     assert values("positions", "positions.kind") == ["sincos", "learned", "stochastic"]
     assert values("tokens", "positions.apply_to") == ["none", "context", "both", "masked"]
     assert values("resolution", "objective.target_resolution") == ["full", "bilinear", "max", "full"]
-    assert values("regularisation", "objective.l1_strength") == [0, 1, 10, 100, 0]
+    assert values("regularisation", "objective.l1_strength") == [0, 0.01, 0.1, 1, 0]
     assert set(values("regularisation", "positions.kind")[:-1]) == {"sincos"}
     assert values("sigma", "positions.sigma") == [0, 0.001, 0.01, 0.1, 0.25, 1, 10]
 
