@@ -251,7 +251,8 @@ def test_accuracies_are_of_the_images_that_can_be_read(encoder, sets):
         return torch.stack([near, -near, second, torch.full_like(near, torch.nan)])
 
     run.predict = predict
-    found = run.score(data)
+    found, images = run.score(data)
+    assert images == 119, "one cannot be read"
     assert found[0].tolist() == [100, 100]
     assert found[1].tolist() == [0, 0]
     assert found[3].tolist() == [0, 0]

@@ -28,7 +28,8 @@ def train(ranks, folder):
     found = {}
     for name, training in trainings.items():
         training.train(folder / f"{name}{ranks.world_size}")
-        found[name] = training.score(coloured(41, seed=1)).tolist()
+        values, images = training.score(coloured(41, seed=1))
+        found[name] = [*values.tolist(), images]
     return found | {"loss": trainings["finetune"].train_loss}
 
 

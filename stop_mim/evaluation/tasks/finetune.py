@@ -163,8 +163,9 @@ class Finetune(TrainingTask):
         return FinetuneTraining(self.subject.encoder, self.training_images(), options, conditions)
 
     def results(self, training: "FinetuneTraining") -> Iterator[Score]:
-        for top, value in zip(TOP, training.score(self.data.test)[0].tolist(), strict=True):
-            yield accuracy(top, value, len(self.data.test), variant=self.variant(), headline=top == 1)
+        (values,), images = training.score(self.data.test)
+        for top, value in zip(TOP, values.tolist(), strict=True):
+            yield accuracy(top, value, images, variant=self.variant(), headline=top == 1)
         yield Score("train_loss", training.train_loss, variant=self.variant(), unit="")
 
 
