@@ -127,6 +127,11 @@ def test_on_other_processes_only_those_callbacks_run_that_are_meant_to():
     assert everywhere.best < float("inf")
 
 
+class FullDisk(Callback):
+    def end(self, trainer):
+        raise OSError("No space left on device")
+
+
 def test_callbacks_and_batches_end_with_a_training_that_fails():
     def failing(first):
         try:
@@ -137,8 +142,10 @@ def test_callbacks_and_batches_end_with_a_training_that_fails():
 
     callback, good = Recording(), labelled_batches(0)
     with pytest.raises(OSError, match="no more images"):
-        make_trainer(callback, batches=failing).run()
+        make_trainer(callback, FullDisk(), batches=failing).run()
     assert callback.seen == ["start", *[1] * 5, "closed", "failed in step 6"]
+    with pytest.raises(OSError, match="No space left"):
+        make_trainer(FullDisk()).run()
 
 
 def test_steps_that_are_not_finite_are_counted_and_too_many_in_a_row_end_the_training():
