@@ -8,7 +8,7 @@ import torch
 
 
 def derive_seed(seed: int, *purpose: int | str) -> int:
-    """Return the seed of a purpose, such as derive_seed(0, "noise", step, rank)."""
+    """Return the seed of a purpose, such as derive_seed(0, "masks", step)."""
     digest = hashlib.blake2b(repr((seed, *purpose)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

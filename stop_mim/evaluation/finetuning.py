@@ -24,7 +24,7 @@ from stop_mim.evaluation.tasks.finetune import FinetuneOptions
 from stop_mim.models.encoder import Encoder, Images
 from stop_mim.seeds import derive_seed, seeded_generator
 from stop_mim.training.acceleration import autocast_for
-from stop_mim.training.distributed import reduce_mean, share
+from stop_mim.training.distributed import distribute, reduce_mean
 from stop_mim.training.schedules import warmup_cosine
 from stop_mim.training.step import Outcome, StepOutcome, gradient_norm, step_if_finite, synchronised
 from stop_mim.training.trainer import Trainer
@@ -160,7 +160,7 @@ class FinetuneTraining(LabelledTraining):
         super().__init__(
             self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions, remedy
         )
-        self.shared = share(self.classifier, ranks)
+        self.shared = distribute(self.classifier, ranks)
         self.mixing = Mixing(options, classes, ranks.device)
         self.losses: list[float] = []
         """The losses of the last steps, at most one epoch."""

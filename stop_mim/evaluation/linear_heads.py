@@ -25,7 +25,7 @@ from stop_mim.evaluation.protocols import Protocol
 from stop_mim.models.encoder import FrozenEncoder, Images
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import autocast_for
-from stop_mim.training.distributed import Ranks, reduce_mean, share
+from stop_mim.training.distributed import Ranks, distribute, reduce_mean
 from stop_mim.training.schedules import cosine
 from stop_mim.training.step import Outcome
 from stop_mim.training.trainer import Trainer
@@ -231,7 +231,7 @@ class LinearTraining(LabelledTraining):
         optimiser = torch.optim.SGD(groups, lr=0.0, momentum=MOMENTUM, nesterov=True)
         remedy = f"lower linear_sgd.lrs ({protocol.lrs}), or check the encoder's weights"
         super().__init__(self.heads, optimiser, encoder, used, protocol.epochs, batch_size, conditions, remedy)
-        self.shared = share(self.heads, ranks)
+        self.shared = distribute(self.heads, ranks)
         self.moments: Tensor | None = None
         self.inverses: dict[tuple[int, bool], Tensor] = {}
 

@@ -77,7 +77,7 @@ class Data2Vec(TargetObjective):
     def predict(self, images: Images, masks: Masks, noise: Noise | None = None) -> Features:
         """Return the features of the masked patches as the student predicts them from the others."""
         visible = gather_patches(cut_patches(images, self.encoder.patch_size), masks.context)
-        tokens = self.masked_input(visible, masks.context, masks.targets, noise)
+        tokens = self.masked_input.tokens(visible, masks.context, masks.targets, noise)
         features = self.encoder.transform_tokens(self.encoder.vit.norm_pre(tokens))
         return self.head(features[:, visible.shape[1] :])
 

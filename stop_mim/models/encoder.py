@@ -136,7 +136,7 @@ class Encoder(FrozenEncoder):
     """
 
     recompute = False
-    """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
+    """Whether activations are recomputed for the gradient instead of kept; see `use_fast_kernels`."""
 
     def __init__(
         self, vit: VisionTransformer, mean: Sequence[float] = IMAGENET_MEAN, std: Sequence[float] = IMAGENET_STD

@@ -1,4 +1,4 @@
-"""I-JEPA: predict the features that a moving average of the encoder gives to the target blocks.
+"""I-JEPA: predict the features of target blocks that the target encoder computes, a moving average of the encoder.
 
 With stochastic positions in the predictor (`positions/stochastic.py`) it is StoP.
 """
@@ -62,7 +62,7 @@ class IJEPA(TargetObjective):
                 f"outputs={outputs}."
             )
         self.predictor, self.target_resolution, self.l1_strength = predictor, target_resolution, l1_strength
-        # How tokens of some patches are computed by the target encoder: `use_fast_kernels` sets a faster function.
+        # Computes the target encoder's tokens of some patches; `use_fast_kernels` sets a faster function.
         self.tokens_at: Callable[[Encoder, Images, Int[Tensor, "batch n"]], Float[Tensor, "batch n dim"]] = tokens_at
         self.train()
 
@@ -87,12 +87,12 @@ class IJEPA(TargetObjective):
     @torch.no_grad()
     def target_features(self, images: Images, masks: Masks) -> Features:
         """Return the layer-normed features of the target blocks; the target encoder sees the whole image."""
-        wanted, blocks = masks.targets.flatten(1), masks.targets.shape[1:]
+        wanted, block_shape = masks.targets.flatten(1), masks.targets.shape[1:]
         if self.target_resolution == "full":
             features = layer_normed(self.tokens_at(self.target, images, wanted).float())
         else:
             features = gather_patches(self._two_resolutions(images), wanted)
-        return features.unflatten(1, blocks)
+        return features.unflatten(1, block_shape)
 
     def _two_resolutions(self, images: Images) -> Float[Tensor, "batch n_patches two_dims"]:
         """Return the features of all patches, followed by those at half the resolution."""
@@ -109,7 +109,7 @@ def tokens_at(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"])
 def lower_resolution(
     tokens: Float[Tensor, "batch n_patches dim"], grid: Grid, resolution: TargetResolution
 ) -> Float[Tensor, "batch n_patches dim"]:
-    """Halve the resolution of features by bilinear resizing or max pooling, and repeat them to the old number of patches."""
+    """Halve the resolution of features by bilinear resizing or max pooling; return to the old one by repetition."""
     maps, half = tokens.mT.unflatten(2, grid), (-(-grid[0] // 2), -(-grid[1] // 2))
     smaller = F.adaptive_max_pool2d(maps, half) if resolution == "max" else F.interpolate(maps, half, mode="bilinear")
     return F.interpolate(smaller, grid).flatten(2).mT

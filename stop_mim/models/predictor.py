@@ -18,7 +18,7 @@ class Noise(NamedTuple):
     """Standard normal noise for the positions of context and masked tokens; None where there is none."""
 
     context: Float[Tensor, "batch n_context noise_dim"] | None
-    masked: Float[Tensor, "rows n_target noise_dim"] | None
+    masked: Float[Tensor, "batch_times_blocks n_target noise_dim"] | None
 
 
 def context_projection(encoder_dim: int, width: int) -> nn.Linear:
@@ -32,11 +32,9 @@ def context_projection(encoder_dim: int, width: int) -> nn.Linear:
 class MaskedTokens(nn.Module):
     """Makes the paper's two kinds of tokens: context tokens c = A s + b + ψ and masked tokens m = ψ̂ + m̃.
 
-    A call returns them for each target block, (batch · n_blocks, n_tokens + n_target, width), the context first.
-
     Args:
         projection: the layer with weight A and bias b.
-        positions: returns ψ̂, which has noise A n if they are stochastic, and says whether m̃ is added.
+        positions: returns ψ̂; its `adds_mask_token` says whether m̃ is added.
     """
 
     def __init__(self, projection: nn.Linear, positions: Positions) -> None:
@@ -50,13 +48,14 @@ class MaskedTokens(nn.Module):
         if positions.adds_mask_token:
             nn.init.trunc_normal_(self.mask_token, std=PROJECTION_INIT_STD)
 
-    def forward(
+    def tokens(
         self,
         context: Float[Tensor, "batch n_tokens features"],
         context_indices: Int[Tensor, "batch n_context"],
         target_indices: Int[Tensor, "batch n_blocks n_target"],
         noise: Noise | None = None,
-    ) -> Tensor:
+    ) -> Float[Tensor, "batch_times_blocks n_tokens_and_target width"]:
+        """Return the context tokens, then the masked tokens, of each target block."""
         context_noise, masked_noise = noise or (None, None)
         context_positions = self.positions(context_indices, tokens="context", noise=context_noise)
         # Prefix tokens, such as a class token, have no position.
@@ -71,7 +70,7 @@ class MaskedTokens(nn.Module):
 
 
 class LastBlock(Block):
-    """timm's layer whose MLP runs for the last `n_wanted` tokens only: nothing reads the others after it."""
+    """timm's layer without layer scale and drop path, whose MLP runs only for the last `n_wanted` tokens: no other is used."""
 
     def forward(self, x: Float[Tensor, "batch n width"], n_wanted: int) -> Float[Tensor, "batch n_wanted width"]:
         """Return the last `n_wanted` tokens after the layer."""
@@ -88,12 +87,12 @@ class Predictor(MaskedTokens):
         positions: positions of context and masked tokens.
         depth: number of layers.
         heads: number of attention heads.
-        outputs: number of predicted values a patch; by default the width of the encoder.
+        outputs: number of predicted values per patch; by default the width of the encoder.
         initialisation: as in `initialise_transformer`.
     """
 
     recompute = False
-    """Whether activations are computed again for the gradient; see `use_fast_kernels`."""
+    """Whether activations are recomputed for the gradient instead of kept; see `use_fast_kernels`."""
 
     def __init__(
         self,
@@ -124,13 +123,13 @@ class Predictor(MaskedTokens):
         """Return the predictions for every target block.
 
         Args:
-            context: features of the context patches, after those of prefix tokens, if there are any.
+            context: features of prefix tokens, if there are any, then of the context patches.
             context_indices: which patches they are of.
             target_indices: the patches to predict.
             noise: noise of the positions; by default they draw it themselves, in training.
         """
         n_blocks, n_target = target_indices.shape[1:]
-        tokens = super().forward(context, context_indices, target_indices, noise)
+        tokens = self.tokens(context, context_indices, target_indices, noise)
         *others, last = self.blocks
         for block in others:
             tokens = run_layer(block, tokens, self.recompute)

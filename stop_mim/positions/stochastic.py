@@ -16,7 +16,7 @@ from stop_mim.positions.deterministic import Positions, Tokens, check_choice
 def stochastic_positions(
     positions: Tensor, noise: Tensor, noise_std: float, project: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return ψ̂ = A n + ψ with n = noise_std · noise; `project` multiplies by A, so that gradients reach A."""
+    """Return ψ̂ = A n + ψ with n = noise_std · noise; `project` applies A, so that A receives gradients."""
     return project(noise * noise_std) + positions
 
 
@@ -24,7 +24,7 @@ class StochasticPositions(Positions):
     """StoP: positions ψ̂ ~ N(ψ, Σ) with Σ = σ A Aᵀ, in training only; in evaluation they are ψ.
 
     A sample is ψ̂ = A n + ψ with n ~ N(0, σ I). A is the weight of `projection`, the layer that projects the context
-    into the predictor. Making A small would silence the noise, but the context with it, so that A cannot collapse.
+    into the predictor. A smaller A would mean less noise, but also less of the context: this keeps A from collapsing.
 
     Args:
         base: the means ψ.
@@ -36,7 +36,8 @@ class StochasticPositions(Positions):
         convention: "paper": σ is the variance of n, and a masked token is A n + ψ + m̃; the caller adds m̃.
             "std": σ is the standard deviation of n, and the masked token is the same.
             "release": σ is the standard deviation of n, and a masked token is A n + b + ψ with the projection's bias b,
-            which is added here, and without m̃ (`adds_mask_token` is False).
+            which is added here (in evaluation, too), and without m̃ (`adds_mask_token` is False). Masked tokens that get no
+            noise because of `apply_to` are ψ.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StochasticPositions(Positions):
         return self.base.table()
 
     def forward(self, indices: Tensor, *, tokens: Tokens = "masked", noise: Tensor | None = None) -> Tensor:
-        """Return ψ̂ of these patches in training, where noise applies to these tokens, and ψ otherwise."""
+        """Return ψ̂ of these patches in training, if noise applies to these tokens, else ψ; given noise is always applied."""
         mean = self.mean(indices, tokens=tokens)
         if noise is None:
             noise = self.draw_noise(indices, tokens=tokens)
@@ -96,8 +97,9 @@ class StochasticPositions(Positions):
         self, indices: Tensor, *, tokens: Tokens = "masked", generator: torch.Generator | None = None
     ) -> Tensor | None:
         """Draw standard normal noise, (B, n, noise_dim), for these tokens; None if they get none, as in evaluation."""
-        applies = self.applies_to(tokens)
-        return self._standard_normal(indices, generator) if applies and self.training else None
+        if not (self.applies_to(tokens) and self.training):
+            return None
+        return self._standard_normal(indices, generator)
 
     def _standard_normal(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw standard normal noise, (B, n, noise_dim), in any mode."""

@@ -89,7 +89,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def share(
+def distribute(
     model: nn.Module, ranks: Ranks, sharding: Sharding = "none", half: bool = False, reshard: bool = True
 ) -> nn.Module:
     """Make gradients the mean over all processes; with sharding, also spread the weights over them.

@@ -38,7 +38,7 @@ from stop_mim.training.continuation import (
     with_data_at,
 )
 from stop_mim.training.description import describe_run
-from stop_mim.training.distributed import Ranks, broadcast, is_sharded, on_main, process_group, share, wait_for_all
+from stop_mim.training.distributed import Ranks, broadcast, distribute, is_sharded, on_main, process_group
 from stop_mim.training.inputs import StepInputs, SyntheticImages
 from stop_mim.training.run_folder import RunFolder, default_path
 from stop_mim.training.schedules import values_at
@@ -83,6 +83,7 @@ def train(
     with process_group(config.speed) as ranks:
         folder = RunFolder(Path(broadcast(str(config.out or default_path(recipe)), ranks)))
         folder.require_new()
+        # A run that failed before its directory was created may have left a list of bad images.
         on_main(ranks, folder.discard_bad_images)
         with ProgressDisplay(console, ranks.is_main, folder.log) as display:
             config = at_absolute_paths(replace(config, out=str(folder.path)))
@@ -104,19 +105,19 @@ def prepare(
     folder: RunFolder,
     ranks: Ranks,
     display: ProgressDisplay,
-    before: Mapping[str, Any] | None = None,
+    saved_run: Mapping[str, Any] | None = None,
 ) -> "Parts":
     """Open the images, build the trainer and add its callbacks; cheap checks come first.
 
-    `before` is the identity of the run in the checkpoint that it continues from.
+    `saved_run` identifies the run in the checkpoint that is resumed: its settings, data and number of processes.
     """
     watch.tell = folder.log
-    if before is not None:
-        config = load_as_before(config, before, ranks.device)
+    if saved_run is not None:
+        config = load_as_before(config, saved_run, ranks.device)
     inputs = StepInputs(config, ranks)
     trackers = open_trackers(folder, config) if ranks.is_main else []
     probe_data = None if config.probe.data is None else open_probe_data(config.probe.data, config.probe.label)
-    images, identity = open_checked_images(inputs, folder, display, before)
+    images, identity = open_checked_images(inputs, folder, display, saved_run)
     watch.mark("start-up, building the model")
     parts = assemble(inputs, images, display.say, display.warn)
     objective, log, steps_per_epoch = parts.objective, config.log, parts.steps_per_epoch
@@ -124,10 +125,10 @@ def prepare(
     if probe_data is not None:
         measuring.append(RunProbe(config, probe_data, objective, parts.autocast, ranks, folder, display))
     save = SaveShardedRun if is_sharded(objective) else SaveRun
-    # Their order matters: what is measured is recorded, then shown and tracked, and the checkpoint comes last.
+    # The order matters: measure, record, track, show, save.
     parts.trainer.callbacks += [
         *measuring,
-        RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, measuring),
+        RecordMetrics(folder, log.every_steps, config.optim.batch_size, steps_per_epoch, also_at=measuring),
         *trackers,
         ShowProgress(partial(display.update, "training")),
         RecordStatus(folder),
@@ -138,7 +139,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that takes the steps of a run."""
+    """The objects that make up a run."""
 
     config: TrainConfig
     inputs: StepInputs
@@ -159,12 +160,12 @@ def assemble(
     total_steps = optim.epochs * steps_per_epoch
     with seeded_weights(derive_seed(config.seed, "weights")):
         objective = build_objective(config).to(device)
-    model = share(objective, ranks, speed.sharding, is_half(speed.precision, device), speed.reshard)
+    model = distribute(objective, ranks, speed.sharding, is_half(speed.precision, device), speed.reshard)
     optimiser = make_optimiser(objective, optim, device)
     autocast = autocast_for(speed.precision, device)
     step = TrainingStep(model, objective, optimiser, ranks, autocast, optim.clip_gradient_norm, optim.decay_mask_token)
     trainer = Trainer(
-        # Decided by the length of the whole run, so that a resumed session computes as the first one did.
+        # The length of the whole run decides what is compiled, so that a resumed session computes as the first one did.
         step=accelerate(step, speed, total_steps, say, warn, inputs.masks.has_fixed_counts),
         batches=partial(inputs.starting_at, images),
         schedule=lambda step: values_at(step, steps_per_epoch, optim),
@@ -209,28 +210,28 @@ def resume(
         data: where the run's data are now, if they have moved.
     """
     folder = RunFolder(Path(path))
-    begun = with_data_at(folder.config(), data)
-    config = replace(begun, speed=speed or begun.speed, stop_after_steps=stop_after_steps)
-    saved, damaged = open_checkpoint(folder, checkpoint, or_older)
+    original = with_data_at(folder.config(), data)
+    config = replace(original, speed=speed or original.speed, stop_after_steps=stop_after_steps)
     with (
         process_group(config.speed) as ranks,
         folder.lock(ranks.is_main),
         ProgressDisplay(console, ranks.is_main, folder.log) as display,
     ):
-        if data is not None and ranks.is_main:
-            folder.discard_bad_images()
-        wait_for_all(ranks)
+        # Not before the lock: a session that is about to end may still save one.
+        saved, damaged = open_checkpoint(folder, checkpoint, or_older)
+        step = 0 if saved is None else saved.step
+        if stop_after_steps is not None and stop_after_steps < step:
+            raise InputError(f"stop_after_steps is {stop_after_steps}, and step {step} is done: give a later step.")
+        if data is not None:
+            on_main(ranks, folder.discard_bad_images)
         for error in damaged:
-            display.warn(f"{error} An older checkpoint is taken instead, as --or-older asks for.")
+            display.warn(f"{error} Using an older checkpoint (--or-older).")
         parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])
         if saved is not None:
             parts.trainer.restore(saved)
-            # Its tensors are mapped: they would keep the file's space when it is replaced by newer ones.
+            # Unmap the file: it would keep its disk space after it is deleted.
             saved = None
-        step = parts.trainer.done
-        if stop_after_steps is not None and stop_after_steps < step:
-            raise InputError(f"stop_after_steps is {stop_after_steps}, and step {step} is done: give a later step.")
-        on_main(ranks, lambda: folder.resume_at(step, None if data is None else begun))
+        on_main(ranks, lambda: folder.resume_at(step, None if data is None else original))
         describe_run(parts, folder, display)
         return run(parts, folder, display)
 

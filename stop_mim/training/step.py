@@ -1,8 +1,9 @@
-"""One optimisation step: gradients of one or more batches, then weights and target encoder, if all values are finite.
+"""One optimisation step: accumulate gradients, then update weights and target encoder if loss and gradients are finite.
 
 Nothing here waits for the device: the outcome of a step is a tensor there, read when its values are needed.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ class TrainingStep:
         model: the objective, or the objective wrapped for several processes.
         objective: the objective itself.
         optimiser: from `make_optimiser`.
+        ranks: this process among all.
         autocast: context of the forward pass.
+        clip_gradient_norm: the largest norm of all gradients together; None: any.
         decay_mask_token: whether weight decay applies to the mask token m̃ too.
     """
 
@@ -91,8 +94,8 @@ class TrainingStep:
         self._learned: list[Tensor] = [p for group in optimiser.param_groups for p in group["params"]]
         decaying_vector = objective.masked_tokens.mask_token if decay_mask_token else None
         self._decaying = [tensor for tensor in self._learned if tensor.ndim > 1 or tensor is decaying_vector]
-        self._kept = torch.ones((), device=ranks.device)
-        self._target_weight = torch.zeros((), device=ranks.device)
+        self._decay_factor = torch.ones((), device=ranks.device)
+        self._ema_weight = torch.zeros((), device=ranks.device)
 
     def __call__(self, batches: MaskedBatches, values: ScheduledValues, seed: int) -> Outcome:
         self.schedule(values, seed)
@@ -105,8 +108,8 @@ class TrainingStep:
                 group["lr"].fill_(values.lr)
             else:
                 group["lr"] = values.lr
-        self._kept.fill_(1 - values.lr * values.weight_decay)
-        self._target_weight.fill_(1 - values.ema_momentum)
+        self._decay_factor.fill_(1 - values.lr * values.weight_decay)
+        self._ema_weight.fill_(1 - values.ema_momentum)
         self._seed = seed
         for (_, shard), generator in self.generators.items():
             generator.manual_seed(self._seed_of(shard))
@@ -115,13 +118,13 @@ class TrainingStep:
         """Take the step that was scheduled."""
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.ranks.device)
-        for number, (images, masks) in enumerate(batches, start=1):
-            noise = self._draw_noise(masks, number - 1, len(batches))
-            with synchronised(self.model, is_last=number == len(batches)):
+        for number, (images, masks) in enumerate(batches):
+            noise = self._draw_noise(masks, number, len(batches))
+            with synchronised(self.model, is_last=number == len(batches) - 1):
                 with self.autocast:
-                    loss = self.model(images, masks, noise) / len(batches)
-                loss.backward()
-            total += loss.detach()
+                    part = self.model(images, masks, noise) / len(batches)
+                part.backward()
+            total += part.detach()
         loss, norm = reduce_mean(total, self.ranks), gradient_norm(self.objective)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         self._update(norm, finite)
@@ -130,16 +133,18 @@ class TrainingStep:
     def _draw_noise(self, masks: Masks, number: int, n_batches: int) -> Noise:
         """Return the noise of one accumulated batch: its part of every virtual shard that it overlaps with."""
         size, n_images = len(masks), len(masks) * n_batches * self.ranks.world_size
+        # The images of this batch, counted over the accumulated batches of all processes.
         first = (number * self.ranks.world_size + self.ranks.rank) * size
+        end = first + size
         parts = []
-        for shard in range(first // SHARD_IMAGES, -(-(first + size) // SHARD_IMAGES)):
-            start = shard * SHARD_IMAGES
-            drawn = min(SHARD_IMAGES, n_images - start)
-            wanted = slice(max(first - start, 0), min(first + size - start, drawn))
-            # Only the shapes of the masks matter here.
-            like = Masks(masks.context[:1].expand(drawn, -1), masks.targets[:1].expand(drawn, -1, -1))
+        for shard in range(first // SHARD_IMAGES, math.ceil(end / SHARD_IMAGES)):
+            shard_first = shard * SHARD_IMAGES
+            shard_size = min(SHARD_IMAGES, n_images - shard_first)
+            # The noise of the whole shard is drawn, so that an image's noise does not depend on how images are split.
+            like = Masks(masks.context[:1].expand(shard_size, -1), masks.targets[:1].expand(shard_size, -1, -1))
             noise = self.objective.draw_noise(like, self._generator(number, shard))
-            parts.append([None if one is None else one.unflatten(0, (drawn, -1))[wanted] for one in noise])
+            ours = slice(max(first - shard_first, 0), min(end - shard_first, shard_size))
+            parts.append([None if one is None else one.unflatten(0, (shard_size, -1))[ours] for one in noise])
         context, masked = (
             None if kind[0] is None else torch.cat(kind).flatten(0, 1) for kind in zip(*parts, strict=True)
         )
@@ -158,13 +163,13 @@ class TrainingStep:
     def _update(self, norm: Float[Tensor, ""], finite: Bool[Tensor, ""]) -> None:
         if self.clip_gradient_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._learned, self.clip_gradient_norm, norm)
-        torch._foreach_mul_([local_part(one) for one in self._decaying], torch.where(finite, self._kept, 1.0))
+        torch._foreach_mul_([local_part(one) for one in self._decaying], torch.where(finite, self._decay_factor, 1.0))
         step_if_finite(self.optimiser, finite)
-        self.objective.move_target(torch.where(finite, self._target_weight, 0.0))
+        self.objective.move_target(torch.where(finite, self._ema_weight, 0.0))
 
 
 def synchronised(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
-    """Return the context of a backward pass; processes average their gradients once, with the last accumulated batch."""
+    """Return the context of a backward pass: with DDP, gradients are averaged once, in that of the last accumulated batch."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     return nullcontext()

@@ -7,7 +7,7 @@ A step updates the model; callbacks do the rest: metrics, health, probe, progres
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -22,17 +22,17 @@ from stop_mim.training.step import Outcome, StepOutcome, read_outcomes
 from stop_mim.training.watch import watch
 
 MAX_NOT_FINITE_IN_A_ROW = 5
-ANSWER = "Stopping after this step; Ctrl-C again quits without saving."
+STOP_MESSAGE = "Stopping after this step; Ctrl-C again quits without saving."
 
 Step = Callable[[Any, Any, int], Outcome]
 """(batch, scheduled values, seed) -> loss, norm of the gradient and whether the weights were updated, on the device."""
 
 
 class Callback:
-    """What happens around the steps of a `Trainer`; every method is optional.
+    """Base class of hooks that a `Trainer` calls; every method is optional.
 
-    A callback runs only on the main process, or on every process if `on_every_rank` is set. A callback with state has a
-    `name`, under which `state()` is kept in checkpoints.
+    `start`, `after_step` and `end` are called in the main process, and in all processes if `on_every_rank` is set. A callback
+    that saves state or tensors needs a `name`, under which checkpoints keep its state.
     """
 
     name: ClassVar[str] = ""
@@ -41,12 +41,15 @@ class Callback:
     def start(self, trainer: "Trainer") -> None:
         """Prepare for the first step of this session."""
 
-    def reads(self, step: int) -> bool:
-        """Whether this callback needs the outcomes after this step; reading them waits for the device."""
+    def needs_outcomes(self, step: int) -> bool:
+        """Return whether this callback needs the outcomes after this step; reading them waits for the device.
+
+        It must return the same in all processes.
+        """
         return False
 
     def after_step(self, trainer: "Trainer", batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        """Act after a step; `outcomes` are of all steps since they were last read, or empty if they are not read now."""
+        """Called after a step; `outcomes` has all steps since the last reading, and is empty if nothing is read now."""
 
     def state(self) -> dict[str, Any]:
         """Return plain values for a checkpoint."""
@@ -76,7 +79,8 @@ class Trainer:
         ranks: this process among all; default: one process on the CPU.
         seed: each step gets a seed derived from this one and its number, the same in all processes.
         warn: shows a warning.
-        max_not_finite: steps in a row without a finite loss after which TrainingDiverged is raised, with `remedy`.
+        max_not_finite: steps in a row without a finite loss after which TrainingDiverged is raised.
+        remedy: what its message advises.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Trainer:
         self.done, self.last_step = 0, total_steps
         self.not_finite, self.not_finite_in_a_row = 0, 0
         self.loss = float("nan")
-        """The last finite loss that was read."""
+        """The loss of the last step that updated the weights, as far as outcomes have been read."""
         self.values: Any = None
         """The scheduled values of the last step."""
         self.measurements: dict[str, float] = {}
@@ -111,15 +115,16 @@ class Trainer:
 
     @property
     def stops(self) -> bool:
-        """Whether the last step is the last of this session."""
+        """Whether this session ends after the step just taken."""
         return self.done == self.last_step or self.interrupted_by is not None
 
     def run(self, end: int | None = None) -> None:
-        """Train until `end` steps of the whole run are done; not given: all."""
-        self.last_step = min(self.total_steps, end or self.total_steps)
+        """Train until `end` steps of the whole run are done; default: `total_steps`."""
+        self.last_step = self.total_steps if end is None else min(self.total_steps, end)
         self.interrupted_by, self.error = None, None
-        # torchrun sends SIGTERM to all processes when one is killed: the others must still report why they end.
-        with catch_interruption(ANSWER if self.ranks.is_main else "") as interruption:
+        # torchrun sends SIGTERM to all processes when one is killed: the others must still report why they end. Only the main
+        # process prints the message.
+        with catch_interruption(STOP_MESSAGE if self.ranks.is_main else "") as interruption:
             try:
                 with watch.explaining():
                     for callback in self._active():
@@ -135,8 +140,9 @@ class Trainer:
                 self._end()
 
     def _end(self) -> None:
-        """End all callbacks; after an error, such as a full disk, an OSError here adds nothing."""
-        with suppress(*([] if self.error is None else [OSError])), ExitStack() as ends:
+        """End all callbacks, even if one of them raises; after an error, such as a full disk, an OSError here adds nothing."""
+        with nullcontext() if self.error is None else suppress(OSError), ExitStack() as ends:
+            # An ExitStack calls the last one first.
             for callback in reversed(self._active()):
                 ends.callback(callback.end, self)
 
@@ -145,16 +151,16 @@ class Trainer:
         while self.done < self.last_step and self.interrupted_by is None:
             batch, outcome = self.take_step(batches)
             unread.append(outcome)
-            # Reading waits for the device, except on the CPU. Several processes agree to stop only where they read: all
-            # callbacks are asked in all processes.
-            asked = any(callback.reads(self.done) for callback in self.callbacks)
-            reads = self.ranks.device.type == "cpu" or self.done == self.last_step or asked
-            if (reads or self.ranks.world_size == 1) and any_rank(bool(interruption), self.ranks):
+            # Reading waits for the device, except on the CPU.
+            needed = any(callback.needs_outcomes(self.done) for callback in self.callbacks)
+            read_now = needed or self.ranks.device.type == "cpu" or self.done == self.last_step
+            # Several processes agree to stop only where all of them read.
+            if (read_now or self.ranks.world_size == 1) and any_rank(bool(interruption), self.ranks):
                 self.interrupted_by = interruption.signal_name or "another process"
             outcomes: list[StepOutcome] = []
-            if reads or self.stops:
+            if read_now or self.stops:
                 outcomes, unread = read_outcomes(unread), []
-                self._judge(outcomes)
+                self._count_not_finite(outcomes)
             watch.mark(f"step {self.done}, after the update")
             for callback in self._active():
                 callback.after_step(self, batch, outcomes)
@@ -170,8 +176,8 @@ class Trainer:
         self.done += 1
         return batch, outcome
 
-    def _judge(self, outcomes: Sequence[StepOutcome]) -> None:
-        """Count steps that were skipped because their loss was not finite."""
+    def _count_not_finite(self, outcomes: Sequence[StepOutcome]) -> None:
+        """Count steps that were skipped because their loss or gradient was not finite; raise after too many in a row."""
         for number, outcome in enumerate(outcomes, start=self.done - len(outcomes) + 1):
             if outcome.updated:
                 self.loss, self.not_finite_in_a_row = outcome.loss, 0

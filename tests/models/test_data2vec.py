@@ -82,8 +82,8 @@ def test_the_noise_is_A_n_on_masked_tokens_alone(batch):
     # The first layer is not run: what enters it is enough.
     with torch.no_grad():
         visible = gather_patches(cut_patches(images, (PATCH, PATCH)), masks.context)
-        noisy = model.masked_input(visible, masks.context, masks.targets, model.draw_noise(masks, seeded()))
-        noise = noisy - model.eval().masked_input(visible, masks.context, masks.targets)
+        noisy = model.masked_input.tokens(visible, masks.context, masks.targets, model.draw_noise(masks, seeded()))
+        noise = noisy - model.eval().masked_input.tokens(visible, masks.context, masks.targets)
     assert not noise[:, :10].any()
     A = model.encoder.vit.patch_embed.proj.weight.detach().flatten(1)
     torch.testing.assert_close(noise[:, 10:].flatten(0, 1).T.cov(), 0.5 * A @ A.T, atol=0.02, rtol=0)

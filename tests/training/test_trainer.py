@@ -13,7 +13,7 @@ from stop_mim.interruption import catch_interruption
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
 from stop_mim.training.checkpoint import read_checkpoint
 from stop_mim.training.distributed import Ranks
-from stop_mim.training.trainer import ANSWER, Callback, Trainer
+from stop_mim.training.trainer import STOP_MESSAGE, Callback, Trainer
 
 STEPS_PER_EPOCH, TOTAL = 4, 12
 
@@ -48,11 +48,11 @@ class BestEpoch(Callback):
     def __init__(self):
         self.best, self.weights = float("inf"), torch.zeros(2, 3)
 
-    def reads(self, step):
+    def needs_outcomes(self, step):
         return step % STEPS_PER_EPOCH == 0
 
     def after_step(self, trainer, batch, outcomes):
-        if self.reads(trainer.done) and trainer.loss < self.best:
+        if self.needs_outcomes(trainer.done) and trainer.loss < self.best:
             self.best, self.weights = trainer.loss, trainer.model.weight.detach().clone()
 
     def state(self):
@@ -103,7 +103,7 @@ class Recording(Callback):
     def start(self, trainer):
         self.seen.append("start")
 
-    def reads(self, step):
+    def needs_outcomes(self, step):
         return step in self.reads_at
 
     def after_step(self, trainer, batch, outcomes):
@@ -171,9 +171,9 @@ def test_ctrl_c_is_answered_at_once_and_a_second_one_ends_as_usual(capfd):
     # A shell starts its background jobs with Ctrl-C ignored, and the tests may be one of them.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with catch_interruption(ANSWER) as interruption:
+        with catch_interruption(STOP_MESSAGE) as interruption:
             os.kill(os.getpid(), signal.SIGINT)
-            assert ANSWER in capfd.readouterr().err
+            assert STOP_MESSAGE in capfd.readouterr().err
             assert interruption.signal_name == "SIGINT"
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)

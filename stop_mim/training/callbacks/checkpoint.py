@@ -41,11 +41,11 @@ class SaveCheckpoint(Callback):
     def __init__(self, path: Path, every_steps: int, run: dict[str, Any]) -> None:
         self.path, self.every_steps, self.run = path, every_steps, run
 
-    def reads(self, step: int) -> bool:
+    def needs_outcomes(self, step: int) -> bool:
         return step % self.every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        if trainer.stops or self.reads(trainer.done):
+        if trainer.stops or self.needs_outcomes(trainer.done):
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
@@ -73,8 +73,8 @@ class SaveRun(SaveCheckpoint):
         elif self.folder.fact("weights") is not None:
             self.save(trainer)
 
-    def reads(self, step: int) -> bool:
-        return super().reads(step) or (self.milestone_steps is not None and step % self.milestone_steps == 0)
+    def needs_outcomes(self, step: int) -> bool:
+        return super().needs_outcomes(step) or (self.milestone_steps is not None and step % self.milestone_steps == 0)
 
     def save(self, trainer: Trainer) -> None:
         save_checkpoint(trainer.checkpoint(self.run), checkpoint_path(self.path, trainer.done))

@@ -160,11 +160,11 @@ class WatchHealth(Callback):
         self.on_every_rank = is_sharded(objective)
         self.symptoms = Symptoms()
 
-    def reads(self, step: int) -> bool:
+    def needs_outcomes(self, step: int) -> bool:
         return step == 1 or step % self.every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
-        if not (self.reads(trainer.done) or trainer.done == trainer.last_step):
+        if not (self.needs_outcomes(trainer.done) or trainer.done == trainer.last_step):
             return
         with gathered(self.objective):
             signs = measure_health(self.objective, batch[0][0]) if trainer.ranks.is_main else None

@@ -37,8 +37,8 @@ class RecordMetrics(Callback):
     def start(self, trainer: Trainer) -> None:
         self._restart_clock()
 
-    def reads(self, step: int) -> bool:
-        return step % self.every_steps == 0 or any(callback.reads(step) for callback in self.also_at)
+    def needs_outcomes(self, step: int) -> bool:
+        return step % self.every_steps == 0 or any(callback.needs_outcomes(step) for callback in self.also_at)
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
         self._steps += len(outcomes)
@@ -46,7 +46,7 @@ class RecordMetrics(Callback):
             self._gradient_norm = outcome.gradient_norm
             if outcome.updated:
                 self._losses.append(outcome.loss)
-        due = self.reads(trainer.done)
+        due = self.needs_outcomes(trainer.done)
         if due or trainer.done == trainer.last_step:
             self._write(trainer)
         if due or trainer.done == trainer.total_steps:

@@ -275,12 +275,12 @@ class RunProbe(Callback):
             counts = f"{probe.stream.n_images:,} labelled images, scored on {probe.test.n_images:,} others"
             self.display.say(f"probe      {self.config.data}; {probe.n_classes} classes, {counts}")
 
-    def reads(self, step: int) -> bool:
+    def needs_outcomes(self, step: int) -> bool:
         return step % self.config.score_every_steps == 0
 
     def after_step(self, trainer: Trainer, batch: Any, outcomes: Sequence[StepOutcome]) -> None:
         step = trainer.done
-        learns, scores = step % self.config.every_steps == 0, self.reads(step) or step == trainer.total_steps
+        learns, scores = step % self.config.every_steps == 0, self.needs_outcomes(step) or step == trainer.total_steps
         if not (learns or scores):
             return
         with gathered(self.objective):
