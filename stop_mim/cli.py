@@ -101,7 +101,7 @@ def _sweeps() -> Any:
 @COMMANDS.register("demo")
 @dataclass(frozen=True)
 class Demo:
-    """Train a small model on embedded scenes and compare it with an untrained one: three minutes, no data, no GPU."""
+    """Train a small model on synthetic scenes and compare it with an untrained one: three minutes, no data, no GPU."""
 
     out: Path = Path("stop-mim-demo")
     """Run directory; a number is added if it exists."""
@@ -121,7 +121,7 @@ class RecipeOptions:
     recipe: Suppress[str]
     config: Annotated[TrainConfig, arg(name="")]
     compat: Compat = "corrected"
-    """corrected: the recipe; release: with every defect of the released code; paper-text: sigma a variance, no augmentation."""
+    """corrected: the recipe; release: as the released code (docs/method.md); paper-text: sigma is a variance, crops only."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class Pretrain:
     """Train an encoder on your images.
 
     stop-mim pretrain RECIPE --data NAME [--compat release] [--init FILE] [--GROUP.FIELD VALUE …]
+
     stop-mim pretrain --config RUN/config.json [--GROUP.FIELD VALUE …]
 
     `stop-mim pretrain RECIPE --help` lists all options. A config file is JSON or YAML.
@@ -223,6 +224,7 @@ class Sweep:
     """Compare variants over seeds, as in the paper's ablations.
 
     stop-mim sweep NAME [--dry-run] [--GROUP.FIELD VALUE …]
+
     stop-mim sweep --vary FIELD VALUE VALUE … [--vary FIELD VALUE VALUE …]
 
     Options with a group, such as --optim.lr, go to `pretrain`, the group speed also to `evaluate`.
@@ -384,7 +386,7 @@ class PlanOptions(RecipeOptions):
 @COMMANDS.register("plan")
 @dataclass(frozen=True)
 class Plan:
-    """Compute whether a recipe fits some GPUs, how to spread it over them, and what they send.
+    """Estimate memory and communication of a recipe on several GPUs, and how to spread it over them.
 
     stop-mim plan RECIPE --gpus 64 --memory 80 [--images-per-second N] [--GROUP.FIELD VALUE …]
     """

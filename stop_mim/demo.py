@@ -1,4 +1,4 @@
-"""The demo: train a small StoP model on embedded scenes, and compare its frozen features with untrained ones and pixels."""
+"""The demo: train a small StoP model on synthetic scenes, and compare its frozen features with untrained ones and pixels."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -20,7 +20,7 @@ from stop_mim.errors import InputError
 SECONDS_A_DAY = 86400.0
 
 
-def require_writable(name: str, path: Path, remedy: str = "name a file in a folder that can be written") -> None:
+def require_writable(name: str, path: Path, remedy: str = "give a file in a folder that can be written") -> None:
     """Raise InputError if no file can be written at `path`; leaves nothing there."""
     folder = path.absolute().parent
     if path.is_dir():

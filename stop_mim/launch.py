@@ -45,7 +45,7 @@ class LaunchConfig(Checked, group="launch"):
     cpus: Annotated[int | None, ABOVE_ZERO] = None
     """CPU cores of each process; not given: the cluster's default."""
     hours: Annotated[float, ABOVE_ZERO] = 24.0
-    """Time limit; a run that is not finished saves before it is over, and continues as a new job."""
+    """Time limit; an unfinished run saves before the limit and is requeued."""
     partition: str | None = None
     """Partition of SLURM."""
     requeues: Annotated[int, AT_LEAST_ZERO] = 100
@@ -53,7 +53,7 @@ class LaunchConfig(Checked, group="launch"):
     job: Annotated[tuple[str, ...], arg(aliases=("--job",))] = ()
     """Other parameters of submitit, such as slurm_account=vision slurm_constraint=h100."""
     logs: Path | None = None
-    """Directory of the logs; not given: OUT-logs, next to the run."""
+    """Directory of the logs; not given: OUT-logs next to the run (evaluate: stop-mim-logs; sweep: OUT/logs)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,13 +87,13 @@ def make_executor(config: LaunchConfig, logs: Path, name: str = "stop-mim") -> "
     except ImportError as error:
         raise MissingExtra(f"--launch {config.on}", "submitit", "submitit") from error
     if config.on == "slurm" and not (shutil.which("sbatch") and shutil.which("srun")):
-        raise InputError("launch is slurm, and there is no sbatch here: log in to a machine of the cluster.")
+        raise InputError("launch is slurm, and sbatch or srun is not found: run this on a login node of the cluster.")
     cluster = "slurm" if config.on == "slurm" else None
     executor = submitit.AutoExecutor(folder=logs, cluster=cluster, slurm_max_num_timeout=config.requeues)
     try:
         executor.update_parameters(name=name, **config.parameters())
     except (ValueError, NameError, TypeError) as error:
-        raise InputError(f"These jobs cannot be described to submitit ({error}): change the launch options.") from error
+        raise InputError(f"submitit rejects the launch options ({error}): change them.") from error
     return executor
 
 

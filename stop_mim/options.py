@@ -25,7 +25,7 @@ class MaskConfig(Checked, group="masks"):
     kind: str = "multiblock"
     """multiblock (I-JEPA's blocks), random (uniform, MAE) or blockwise (rectangles that are one target, data2vec)."""
     n_blocks: Annotated[int, ABOVE_ZERO] = 4
-    """Target blocks an image."""
+    """Target blocks per image."""
     target_scale: Annotated[Range, Interval(1.0)] = (0.15, 0.2)
     """Smallest and largest area of a target block, or of a blockwise rectangle, as a fraction of the image."""
     target_aspect: Annotated[Range, Interval()] = (0.75, 1.5)
@@ -46,7 +46,7 @@ class MaskConfig(Checked, group="masks"):
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked, group="augment"):
-    """How training images are changed; the defaults are I-JEPA's: a random resized crop and nothing else."""
+    """Augmentation of training images; without a recipe as in I-JEPA: a random resized crop and nothing else."""
 
     crop_scale: Annotated[Range, Interval(at_most=1.0)] = (0.3, 1.0)
     """Smallest and largest area of a crop, as a fraction of the image."""

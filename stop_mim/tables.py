@@ -102,7 +102,7 @@ def _latex(text: str) -> str:
 def check_table_file(path: Path) -> None:
     """Raise InputError unless the name of a file ends in .md or .tex."""
     if path.suffix not in (".md", ".tex"):
-        raise InputError(f"The table {path} has no known form: name a file that ends in .md or .tex.")
+        raise InputError(f"The table {path} has no known format: give a file that ends in .md or .tex.")
 
 
 def write_tables(path: Path, tables: Sequence[Table]) -> None:

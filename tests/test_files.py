@@ -97,7 +97,7 @@ def test_a_pipe_is_refused_and_left_as_it_is(tmp_path):
     os.mkfifo(pipe)
     with pytest.raises(OSError, match="not a regular file"):
         write_atomically(pipe, lambda temporary: temporary.write_text("new"))
-    with pytest.raises(InputError, match=r"The list cannot be written: it is not a regular file; name a file"):
+    with pytest.raises(InputError, match=r"The list cannot be written: it is not a regular file; give a file"):
         require_writable("The list", pipe)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert names(tmp_path) == {"pipe"}

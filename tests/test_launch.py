@@ -141,7 +141,7 @@ def test_a_failed_command_is_a_failed_job(monkeypatch):
 
 def test_without_a_cluster_slurm_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match="no sbatch"):
+    with pytest.raises(InputError, match="sbatch"):
         make_executor(LaunchConfig("slurm"), tmp_path)
     with pytest.raises(InputError, match=r"launch\.job"):
         LaunchConfig("slurm", job=("partition",))

@@ -219,7 +219,7 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     forms = {run.noise.form for run in records}
     if not {"tied", "identity"} <= forms or len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "Learned and fixed covariances are compared over sigma: name runs with positions.covariance tied and identity, "
+            "It compares learned and fixed covariances over sigma: give runs with positions.covariance tied and identity, "
             "and with at least two values of positions.sigma."
         )
     check_comparable(records)
@@ -244,7 +244,7 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     records = [run for run in _records(runs) if run.noise.form in ("tied", "none")]
     if len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "Sigmas are compared: name runs with tied stochastic positions and two values of positions.sigma."
+            "It compares sigmas: give runs with tied stochastic positions and at least two values of positions.sigma above 0."
         )
     check_comparable(records, forms=["tied"])
     key = common_score(records, score)
@@ -302,7 +302,7 @@ def predictions_figure(runs: Sequence[Path], score: str | None = None) -> Figure
     for run in chosen[1:]:
         if run.config.data != chosen[0].config.data:
             raise InputError(
-                f"{chosen[0].path} was trained on '{chosen[0].config.data}' and {run.path} on '{run.config.data}': name "
+                f"{chosen[0].path} was trained on '{chosen[0].config.data}' and {run.path} on '{run.config.data}': give "
                 "runs on the same images."
             )
     images, pictures = sample_images(chosen[0], N_IMAGES), sample_pictures(chosen[0], N_IMAGES)
@@ -498,7 +498,7 @@ def _inputs(run: RunRecords) -> tuple[Any, ...]:
 
 def _records(runs: Sequence[Path]) -> list[RunRecords]:
     if not runs:
-        raise InputError("No runs are given: name their directories with --runs.")
+        raise InputError("No runs are given: give their directories with --runs.")
     return [read_records(path) for path in runs]
 
 

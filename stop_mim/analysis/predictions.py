@@ -27,7 +27,7 @@ PCA_OUTLIERS = 0.01
 def feature_objective(objective: Objective) -> TargetObjective:
     """Return an objective that predicts features, as I-JEPA and data2vec do; others are an InputError."""
     if not isinstance(objective, TargetObjective):
-        raise InputError("This objective predicts pixels, not features: name a run of ijepa or data2vec.")
+        raise InputError("This objective predicts pixels, not features: give a run of ijepa or data2vec.")
     return objective
 
 

@@ -73,7 +73,7 @@ def write_report(
     out = Path(out)
     require_writable(f"The report {out}", out)
     if not runs:
-        raise InputError("No run is given: name at least one run directory.")
+        raise InputError("No run is given: give at least one run directory.")
     folders = run_folders(runs)
     if len({path.resolve() for path in folders}) < len(folders):
         raise InputError(f"A run is given twice: {', '.join(map(str, runs))}.")

@@ -266,7 +266,9 @@ def _read_pictures(paths: Sequence[Path], run: RunRecords) -> Pictures:
             raise InputError(f"The image {path} cannot be read ({error.reason}): give another file.") from error
         height, width = image.shape[1:]
         if min(height, width) < patch:
-            raise InputError(f"The image {path} has {height}x{width} pixels, less than a patch of {patch}x{patch}.")
+            raise InputError(
+                f"The image {path} has {height}x{width} pixels, less than a patch of {patch}x{patch}: give a larger one."
+            )
         pixels.append(fitted(image, size))
     return Pictures(tuple(pixels), "the given images")
 

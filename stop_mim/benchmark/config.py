@@ -32,12 +32,12 @@ class PlanConfig(Checked):
     gpus: Annotated[int, ABOVE_ZERO] = 8
     """GPUs in all."""
     memory: Annotated[float, ABOVE_ZERO] = 80.0
-    """Memory of one, in GiB."""
+    """Memory of one GPU, in GiB."""
     gpus_per_machine: Annotated[int, ABOVE_ZERO] = 8
     """GPUs of one machine."""
     images_per_second: Annotated[float | None, ABOVE_ZERO] = None
     """Speed of one GPU, as `stop-mim bench` measures it; not given: no speed is planned."""
     within: Annotated[float, ABOVE_ZERO] = 300.0
-    """What a GPU sends to others of its machine, in GB/s (NVLink of an H100: 300 to 400 are reached)."""
+    """Bandwidth of a GPU within its machine, in GB/s (NVLink of an H100: 300 to 400)."""
     between: Annotated[float, ABOVE_ZERO] = 40.0
-    """What a GPU sends to other machines, in GB/s (400 Gb/s InfiniBand per GPU: about 40 are reached)."""
+    """Bandwidth of a GPU to other machines, in GB/s (400 Gb/s InfiniBand per GPU: about 40)."""

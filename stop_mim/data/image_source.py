@@ -142,7 +142,7 @@ def class_labels(classes: np.ndarray | None) -> Labels:
 
 
 class BadImages:
-    """The bad images of a dataset, by description; the list in `file`, one a line, is continued on resume.
+    """The bad images of a dataset, by description; the list in `file`, one per line, is continued on resume.
 
     More than `max_fraction` (default: 1%) of all images is an InputError. `show` shows each of the first ones.
     """

@@ -51,7 +51,7 @@ class LabelledSet:
 
 
 def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[LabelledSet, LabelledSet]:
-    """Split off a part with the same fraction of each class, leaving at least one image a class; return (rest, part)."""
+    """Split off a part with the same fraction of each class, leaving at least one image per class; return (rest, part)."""
     classes = data.classes
     shuffled = torch.randperm(len(data), generator=seeded_generator("cpu", seed, "held out")).numpy()
     by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
@@ -59,7 +59,7 @@ def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[Labe
     may_go = by_class[~first_of_class]
     count = min(most, max(1, round(part * len(data))), len(may_go))
     if not count:
-        raise InputError(f"'{data.source.name}' has one image a class, so none can be held out: add images.")
+        raise InputError(f"'{data.source.name}' has one image per class, so none can be held out: add images.")
     # Evenly spaced in the order of classes, so that each class gives in proportion to its images.
     held = may_go[((np.arange(count) + 0.5) * len(may_go) / count).astype(int)]
     remains = np.setdiff1d(np.arange(len(data)), held)
@@ -67,7 +67,7 @@ def hold_out(data: LabelledSet, part: float, most: int, seed: int) -> tuple[Labe
 
 
 def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
-    """Return the indices of the images that a text file names, one a line, in its order.
+    """Return the indices of the images that a text file names, one per line, in its order.
 
     A line is an image's whole name ("n01440764/n01440764_10026.JPEG") or the name of its file alone
     ("n01440764_10026.JPEG"). The extension may differ or be missing, and so may the synset that ImageNet's parquet files
@@ -141,10 +141,10 @@ def _read_lines(path: Path) -> list[str]:
     except UnicodeDecodeError:
         lines = ["\0"]
     if any("\0" in line for line in lines):
-        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with a name a line.")
+        raise InputError(f"The list of images {path} is not UTF-8 text: give a text file with one name per line.")
     names = [line.removeprefix("./") for line in lines if line and not line.startswith("#")]
     if not names:
-        raise InputError(f"The list of images {path} is empty: give a text file with a name a line.")
+        raise InputError(f"The list of images {path} is empty: give a text file with one name per line.")
     return names
 
 

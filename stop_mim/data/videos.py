@@ -94,7 +94,7 @@ class FolderVideo(Video):
         masks = sorted(path for path in mask_folder.glob("*.png") if not path.name.startswith("."))
         if alone := [path for path in masks if path.stem not in frames]:
             raise InputError(
-                f"The mask {alone[0]} has no frame in {frame_folder}: put it there as {alone[0].stem}.jpg, or remove the mask."
+                f"The mask {alone[0]} has no frame in {frame_folder}: add the frame {alone[0].stem}.jpg, or remove the mask."
             )
 
     def __len__(self) -> int:
@@ -240,7 +240,7 @@ def _sequence_of(line: str, path: Path) -> str:
     name = Path(first).parent.name if "/" in first else first
     # Masks are written to folders of these names, which must not be other paths.
     if name in ("", ".", "..") or "\\" in name:
-        raise InputError(f"{path} has the line '{line.strip()}', which names no sequence: write one name a line.")
+        raise InputError(f"{path} has the line '{line.strip()}', which names no sequence: write one name per line.")
     return name
 
 

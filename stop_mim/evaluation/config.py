@@ -30,7 +30,7 @@ class EvaluateConfig(Checked):
     protocol: str = "auto"
     """imagenet, places205, places365, inat18, cifar100, cifar100-crops, clevr-count, clevr-dist, generic; auto: by the data."""
     pool: Literal["auto", "cls", "mean"] = "auto"
-    """Features: the class token (cls) or the mean of the patches; auto: the class token where there is one."""
+    """Features: class token (cls) or mean of the patches; auto: the class token if there is one (BEiT, data2vec: mean)."""
     image_size: Annotated[int | None, ABOVE_ZERO] = None
     """Side of the images in pixels; not given: the size that the encoder was trained at."""
     seed: int = 0
@@ -57,7 +57,8 @@ def evaluate_config() -> type[EvaluateConfig]:
     load_plugins()
     tasks = "\n".join(f"{name}: {task.help};" for name, task in TASKS.items())
     task = Annotated[
-        tuple[str, ...], tyro.conf.arg(help=f"Tasks to run:\n{tasks}\nall: every task that the data allow.")
+        tuple[str, ...],
+        tyro.conf.arg(help=f"Tasks to run:\n{tasks}\nall: every task that the data allow, except clevr."),
     ]
     groups: list[tuple[str, Any, Any]] = [
         (name.replace("-", "_"), task.Options, field(default_factory=task.Options))
@@ -79,16 +80,16 @@ def check_arguments(names: Sequence[str], config: EvaluateConfig) -> None:
             "evaluate needs an encoder first: a run directory, a file, timm:NAME, hf:NAME or masks:FOLDER."
         )
     if not config.task:
-        raise InputError("task is empty: name one or more tasks, such as linear knn, or all.")
+        raise InputError("task is empty: give one or more tasks, such as linear knn, or all.")
     for name in config.task:
         if name != "all":
             TASKS.find(name)
     if not config.data:
-        raise InputError("data is not given: name labelled images or videos with --data.")
+        raise InputError("data is not given: give labelled images or videos with --data.")
     if config.table is not None:
         check_table_file(config.table)
     for path in (config.json, config.csv, config.table):
         if path is not None:
             require_writable(str(path), path)
     if config.json is not None and config.csv is not None and config.json.resolve() == config.csv.resolve():
-        raise InputError(f"json and csv are both {config.json}: name two files.")
+        raise InputError(f"json and csv are both {config.json}: give two files.")

@@ -217,10 +217,10 @@ def _open_images(config: EvaluateConfig, tasks: dict[str, type[Task]], say: Call
 
 def _check_results_file(path: Path, config: EvaluateConfig) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    require_writable(str(path), path, "make the directory writable, or name another one with --out")
+    require_writable(str(path), path, "make the directory writable, or give another one with --out")
     for asked in (config.json, config.csv):
         if asked is not None and asked.resolve() == path.resolve():
-            raise InputError(f"{asked} is where all results are kept: name another file.")
+            raise InputError(f"{asked} is the file that collects all results: give another file.")
     read_results(path)
 
 

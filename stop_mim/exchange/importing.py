@@ -174,7 +174,8 @@ def read_hub_folder(folder: Path) -> Encoder:
     for name, value in found.items():
         if config.get(name, value) not in (value, [value, value]):
             raise InputError(
-                f"{folder} does not fit its config.json: {name} is {config[name]} there, {value} in its weights."
+                f"{folder} does not fit its config.json: {name} is {config[name]} there, {value} in its weights: restore both "
+                "files."
             )
     return encoder
 
@@ -255,7 +256,8 @@ def state_of(contents: Any, part: str, path: Path) -> dict[str, Tensor]:
     if not is_state(state):
         has = ", ".join(map(str, list(contents)[:8])) if isinstance(contents, Mapping) else "no names"
         raise InputError(
-            f"{path} holds no weights under '{part}', but {has}: name an encoder in it, as {path}#encoder."
+            f"{path} has no weights under '{part}', only {has}: choose another part with #encoder or #target_encoder, or give "
+            "another file."
         )
     if state and all(name.startswith(PARALLEL) for name in state):
         return {name.removeprefix(PARALLEL): tensor for name, tensor in state.items()}

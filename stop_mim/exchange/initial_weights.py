@@ -37,7 +37,7 @@ def initialise(objective: Objective, name: str | Path, warn: Callable[[str], Non
             checkpoint = path if kind == "checkpoint" else RunFolder(path).newest_checkpoint()
             if checkpoint is None:
                 raise InputError(
-                    f"{path} has no checkpoint: name {path / ENCODER_FILE} to start from its encoder alone."
+                    f"{path} has no checkpoint: give {path / ENCODER_FILE} to start from its encoder alone."
                 )
             return _from_checkpoint(objective, checkpoint)
         case "pickle" if part is None and is_release(contents := read_pickle(path)):

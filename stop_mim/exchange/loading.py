@@ -148,7 +148,7 @@ def _load(named: Named, name: str) -> FrozenEncoder:
         case "safetensors":
             return read_encoder(path)
         case "run" if not (path / ENCODER_FILE).exists():
-            raise InputError(f"{path} holds no {ENCODER_FILE}: name a run directory that has saved a checkpoint.")
+            raise InputError(f"{path} has no {ENCODER_FILE}: give a run directory that has saved a checkpoint.")
         case "run":
             return read_encoder(path / ENCODER_FILE)
 

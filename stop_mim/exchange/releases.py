@@ -20,7 +20,7 @@ OTHER_NAMES = {
     "runs/x": "a run directory, or one of its checkpoints",
     "model.safetensors, model.pth.tar": "a file of stop-mim, of timm, or of the I-JEPA and StoP releases",
     f"{PUBLISHED}NAME": "an encoder that this project publishes on the Hugging Face hub (none yet)",
-    "hf:OWNER/NAME": "a ViT, DeiT, DINOv2, I-JEPA or MAE of the Hugging Face hub",
+    "hf:OWNER/NAME": "a ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT or data2vec of the Hugging Face hub",
     "timm:NAME": "a Vision Transformer of timm",
     "untrained:NAME": "the same network with random weights",
 }

@@ -217,7 +217,9 @@ def load_weights(encoder: Encoder, tensors: Mapping[str, Tensor], origin: str) -
     """Give an encoder on the meta device its weights; raise InputError if they do not fit."""
     tensors = {name: tensor for name, tensor in tensors.items() if name not in CLASSIFIER}
     if wrong := misfit(tensors, encoder.vit.state_dict()):
-        raise InputError(f"{origin} does not fit a plain Vision Transformer of its architecture: {wrong}.")
+        raise InputError(
+            f"{origin} does not fit a plain Vision Transformer of its architecture ({wrong}): give another file."
+        )
     # Copies: the tensors may be memory-mapped from a file that is replaced later.
     copies = {name: tensor.to(torch.float32, copy=True) for name, tensor in tensors.items()}
     encoder.vit.load_state_dict(copies, strict=True, assign=True)

@@ -32,7 +32,7 @@ class SweepConfig(Checked):
     """
 
     scale: str = "demo"
-    """demo: drawn scenes, minutes on two cores; tiny-imagenet: ViT-S/8, 54 epochs; imagenet: ViT-B/16, 300 epochs."""
+    """demo: synthetic scenes, minutes on two cores; tiny-imagenet: ViT-S/8, 54 epochs; imagenet: ViT-B/16, 300 epochs."""
     recipe: str | None = None
     """Recipe that the runs vary instead of the scale's, such as mae-tiny-imagenet."""
     compat: Compat = "corrected"
@@ -46,7 +46,7 @@ class SweepConfig(Checked):
     low_shot_list: Path | None = None
     """Text file with the names of the few labelled images (imagenet: the published 1%); default: drawn at random."""
     seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO)] = (0, 1, 2)
-    """Seeds of each variant; fewer than three allow no comparison."""
+    """Seeds of each variant; use at least three to compare variants."""
     variants: tuple[str, ...] = ()
     """Variants to run; default: all."""
     baseline: str | None = None
@@ -237,6 +237,6 @@ def _probes(config: SweepConfig, evaluate: tuple[str, ...]) -> list[str]:
         return ["--data", config.probe_data or config.data, *named]
     if config.probe_data or named:
         raise InputError(
-            f"The scale {config.scale} has its own labelled images: leave {config.probe_data or named[1]} out."
+            f"The scale {config.scale} has its own labelled images: leave out --probe-data, --test-data and --low-shot-list."
         )
     return []

@@ -185,7 +185,9 @@ def restore_tensors(checkpoint: Checkpoint, model: nn.Module, optimiser: torch.o
         if name.startswith(LARGE) and (name not in targets or targets[name].shape != tensor.shape):
             missing.add(name)
     if missing:
-        raise InputError(f"The checkpoint of step {checkpoint.step} does not fit this run ({min(missing)}).")
+        raise InputError(
+            f"The checkpoint of step {checkpoint.step} does not fit this run ({min(missing)}): start a new run."
+        )
     if checkpoint.shards is not None:
         load_shards(checkpoint.shards, targets)
     for name, target in targets.items():

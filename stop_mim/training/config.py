@@ -80,7 +80,7 @@ class SpeedConfig(Checked, group="speed"):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast or full precision; auto: bf16 on a GPU, fp32 on the CPU."""
     batch_size_per_device: Annotated[int | None, ABOVE_ZERO] = None
-    """Images per batch on one device; gradients are accumulated up to optim.batch_size; not given: all at once."""
+    """Images per batch on one device; gradients are accumulated up to optim.batch_size; not given: as many as fit."""
     loader: LoaderMode = "auto"
     """resident: images of one size, decoded once into memory; streaming: decoded by workers; auto: resident if they fit."""
     workers: Annotated[int | None, AT_LEAST_ZERO] = None
@@ -94,7 +94,7 @@ class SpeedConfig(Checked, group="speed"):
     sharding: Sharding = "none"
     """Spread the weights over the processes: full: over all (FSDP2); hybrid: over those of a machine (HSDP); none: DDP."""
     reshard: Annotated[bool, OnlyWith("speed.sharding", ("full", "hybrid"))] = True
-    """Free gathered weights after a layer's forward pass: less memory, a third more communication."""
+    """Free gathered weights after a layer's forward pass: less memory, a quarter more communication."""
     timeout_minutes: Annotated[float, ABOVE_ZERO] = 5.0
     """If no process makes progress for this long, all of them end and name the one that is stuck."""
     recompute: bool = False
@@ -116,7 +116,7 @@ class LogConfig(Checked, group="log"):
     mlflow: str | None = None
     """Experiment of MLflow to record to; not given: none."""
     trial_steps: Annotated[int, AT_LEAST_ZERO] = 0
-    """Steps that are timed, and undone, before a new run, to tell its memory, speed and length; 0: none."""
+    """Trial steps before a new run, undone afterwards, that estimate memory, speed and duration; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class TrainConfig(Checked):
     data: str = "scenes"
     """Images: scenes, a folder, a parquet file or glob, torchvision:NAME, hf:OWNER/NAME or wds:SHARDS."""
     max_bad: Annotated[str, PERCENTAGE, tyro.conf.arg(aliases=["--data.max-bad"])] = "1%"
-    """Images that may be unreadable: they are skipped and listed, and more than these stop the run."""
+    """Largest fraction of unreadable images: they are skipped and listed; more of them stop the run."""
     out: str | None = None
     """Run directory; not given: runs/RECIPE-DATE-TIME."""
     seed: int = 0

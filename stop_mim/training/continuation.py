@@ -54,7 +54,8 @@ def open_checkpoint(
         raise damaged[0]
     if (weights := folder.fact("weights")) is not None:
         raise InputError(
-            f"{folder.path} was to begin with {weights}, which was never saved: start it again with another --out."
+            f"{folder.path} has no checkpoint, and its initial weights ({weights}) were not saved: start a new run with "
+            "another --out."
         )
     return None, []
 

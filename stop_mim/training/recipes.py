@@ -68,7 +68,7 @@ def with_compat(config: TrainConfig, compat: Compat) -> TrainConfig:
 
 @recipe
 def demo() -> TrainConfig:
-    """A very small StoP model on the built-in scenes, as trained by `stop-mim demo`: two minutes on two CPU cores.
+    """A very small StoP model on synthetic scenes, as trained by `stop-mim demo`: two minutes on two CPU cores.
 
     stop-mim demo
     Linear probe with 1,000 labels: counting 22.1, distance 30.8 (untrained encoder 15.9 and 22.2; seed 0, 2026-11-16).
@@ -366,7 +366,7 @@ for size in ("vitb16", "vitl16", "vith14", "tiny-imagenet"):
         f"stop-mae-{size}",
         f"mae-{size}",
         STOP,
-        f"StoP counterpart of mae-{size}: stochastic positions of the decoder's masked tokens (the paper reports no success).",
+        f"StoP counterpart of mae-{size}: stochastic positions of the decoder's masked tokens (the paper reports no gain).",
     )
 for size in ("vitb16", "tiny-imagenet"):
     register_twin(

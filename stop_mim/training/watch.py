@@ -142,8 +142,8 @@ class Watch:
         if self._rank != min((rank for rank in places if rank not in named), default=self._rank):
             return
         sentence = (
-            f"Nothing has moved for {self._timeout:.0f} s: {describe(named, places, silent)}. All processes end; "
-            "speed.timeout-minutes sets how long they wait, and 'resume' continues a run from its last checkpoint."
+            f"No process has made progress for {self._timeout:.0f} s: {describe(named, places, silent)}. All processes end; "
+            "--speed.timeout-minutes sets how long they wait, and 'resume' continues a run from its last checkpoint."
         )
         print(f"stop-mim: {sentence}", file=sys.stderr, flush=True)
         if self.tell is not None:

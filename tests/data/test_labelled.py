@@ -35,7 +35,7 @@ def test_an_image_of_each_class_remains_and_no_more_than_allowed_are_held_out():
     assert np.bincount(remains.classes).tolist() == np.bincount(held.classes).tolist() == [1, 1, 1, 1]
     assert len(hold_out(uneven_set([50, 50]), 0.5, 7, seed=0)[1]) == 7
     assert len(hold_out(uneven_set([5, 5]), 0.01, 10_000, seed=0)[1]) == 1
-    with pytest.raises(InputError, match="one image a class"):
+    with pytest.raises(InputError, match="one image per class"):
         hold_out(uneven_set([1, 1]), 0.5, 10_000, seed=0)
 
 

@@ -65,7 +65,7 @@ def test_places205_in_its_own_layout(places205):
         (b"a/abbey/gsun_1.jpg 205\n", "has the line 'a/abbey/gsun_1.jpg 205'"),
         (b"../../secret.jpg 1\n", r"names the image '\.\./\.\./secret\.jpg': give paths within"),
         (b"\xff\xfe\x00 1\n", "names the image"),
-        (b"a/abbey/gone.jpg 1\n", r"a/abbey/gone\.jpg, the first image of .*, is not there"),
+        (b"a/abbey/gone.jpg 1\n", r"a/abbey/gone\.jpg, the first image of "),
     ],
 )
 def test_unusable_lists_of_places205_are_refused(tmp_path, content, message):

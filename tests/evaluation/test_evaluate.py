@@ -365,7 +365,7 @@ def test_outputs_and_labels_are_checked_before_anything_is_computed(run, colours
     both = ("--json", tmp_path / "r", "--csv", tmp_path / "r")
     assert f"json and csv are both {tmp_path / 'r'}" in complaint(capsys, *knn, *both)
     (run / "results.json").write_text('{"format": "stop-mim results 2", "evaluations": []}')
-    assert "is where all results are kept" in complaint(capsys, *knn, "--json", run / "results.json")
+    assert "is the file that collects all results" in complaint(capsys, *knn, "--json", run / "results.json")
     (run / "results.json").write_text('{"format": "stop-mim results 1", "evaluations": []}')
     assert "move the file away" in complaint(capsys, *knn)
     (run / "results.json").unlink()

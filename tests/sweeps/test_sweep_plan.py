@@ -23,7 +23,7 @@ TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
         ({"seeds": (0, 1, 0)}, r"seeds is \(0, 1, 0\)"),
         ({"variants": ("loud",)}, "'loud'.*fixed, noisy"),
         ({"baseline": "loud"}, "'loud'"),
-        ({"probe_data": "x"}, "leave x out"),
+        ({"probe_data": "x"}, "--probe-data"),
         ({"scale": "tiny-imagenet"}, "add --data"),
         ({"recipe": "mae-tiny"}, "'mae-tiny'"),
     ],

@@ -60,7 +60,9 @@ def test_a_stuck_process_is_named_and_all_end(ends, fault, where):
     assert codes == [1, 1]
     assert not errors
     (sentence,) = (folder / "printed.txt").read_text().splitlines()
-    assert sentence.startswith(f"stop-mim: Nothing has moved for 3 s: process 1 is stuck at {where}. All processes end")
+    assert sentence.startswith(
+        f"stop-mim: No process has made progress for 3 s: process 1 is stuck at {where}. All processes end"
+    )
     begun = (folder / "run").exists()
     assert begun == (fault == "stuck in a step")
     assert not begun or sentence.removeprefix("stop-mim: ") in (folder / "run" / "log.txt").read_text()

@@ -113,8 +113,8 @@ def image_column(schema: pa.Schema, name: str) -> str:
     if len(possible) == 1:
         return possible[0]
     raise InputError(
-        f"{name} has {'no' if not possible else 'more than one'} column of images: name one 'image' (a struct with "
-        f"bytes, or binary) among its columns {', '.join(schema.names) or '(none)'}."
+        f"{name} has {'no' if not possible else 'more than one'} column of images: rename one to 'image' (binary, or a "
+        f"struct with bytes); its columns are {', '.join(schema.names) or '(none)'}."
     )
 
 

@@ -110,7 +110,9 @@ def _places205_images(folder: Path, first: str, list_path: Path) -> Path:
     for parent in _PLACES205_IMAGES:
         if (folder / parent / first).is_file():
             return folder / parent
-    raise InputError(f"{folder / 'images256' / first}, the first image of {list_path}, is not there: put them there.")
+    raise InputError(
+        f"{folder / 'images256' / first}, the first image of {list_path}, is missing: put the images of the list there."
+    )
 
 
 def _path_and_class(line: str, list_path: Path) -> tuple[str, int]:

@@ -45,17 +45,17 @@ class FinetuneOptions(Checked, group="finetune"):
 
     published: ClassVar[Published] = MAE
     epochs: Annotated[int | None, ABOVE_ZERO] = None
-    """Passes over the training images; by default 100, of ViT-L and larger 50."""
+    """Passes over the training images; by default 100; 50 for ViT-L and larger."""
     batch_size: Annotated[int, ABOVE_ZERO] = 1024
     """Images per update, over all devices and accumulated batches."""
     lr: Annotated[float | None, ABOVE_ZERO] = None
-    """Peak learning rate of the head for a batch of 256 images; by default 5e-4, of ViT-L and larger 1e-3."""
+    """Peak learning rate of the head for a batch of 256 images; by default 5e-4; 1e-3 for ViT-L and larger."""
     lowest_lr: Annotated[float, AT_LEAST_ZERO] = 1e-6
     """Learning rate of the head at the end."""
     warmup_epochs: Annotated[float, AT_LEAST_ZERO] = 5.0
     """Epochs in which the learning rate rises from 0 to its peak."""
     layer_decay: Annotated[float | None, Number("give a number above 0, at most 1", above=0, at_most=1)] = None
-    """Factor of the learning rate from one layer to the one below it; by default 0.65, of ViT-L and larger 0.75."""
+    """Factor of the learning rate from one layer to the one below it; by default 0.65; 0.75 for ViT-L and larger."""
     weight_decay: Annotated[float | None, AT_LEAST_ZERO] = None
     """Weight decay of AdamW (none on biases, norms, positions, class tokens); by default 0.05."""
     betas: Annotated[tuple[float, float], Each(FRACTION_BELOW_ONE)] = (0.9, 0.999)
@@ -101,7 +101,7 @@ class LowShotFinetuneOptions(FinetuneOptions, group="finetune_low_shot"):
     layer_decay: Annotated[float | None, Number("give a number above 0, at most 1", above=0, at_most=1)] = 0.75
     """Factor of the learning rate from one layer to the one below it."""
     weight_decay: Annotated[float | None, AT_LEAST_ZERO] = None
-    """Weight decay of AdamW (none on biases, norms, positions, class tokens); by default 0.05, of ViT-H and larger 0.4."""
+    """Weight decay of AdamW (none on biases, norms, positions, class tokens); by default 0.05; 0.4 for ViT-H and larger."""
     drop_path: Annotated[float | None, FRACTION_BELOW_ONE] = 0.0
     """Probability of dropping a residual branch in the last layer; earlier layers have less."""
     mixup: Annotated[float, AT_LEAST_ZERO] = 0.0

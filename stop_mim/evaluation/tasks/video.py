@@ -52,7 +52,7 @@ class VideoOptions(Checked, group="video"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("overlays", self.masks is not None or not self.overlays, "name a folder with --video.masks")
+        self.require("overlays", self.masks is not None or not self.overlays, "give a folder with --video.masks")
 
 
 @TASKS.register("video")

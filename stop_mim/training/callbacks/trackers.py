@@ -104,7 +104,7 @@ class RemoteTracker(Tracker):
         except Exception as error:
             self._is_open = False
             trainer.warn(
-                f"{self.package} has failed ({first_line(error).rstrip('.')}) and is not sent anything any more; "
+                f"{self.package} failed ({first_line(error).rstrip('.')}) and is off for the rest of this session; "
                 "metrics.jsonl has all values."
             )
 
