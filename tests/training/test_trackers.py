@@ -98,7 +98,7 @@ def test_a_tracker_that_fails_is_refused_at_the_start_and_does_not_end_a_run_lat
     monkeypatch.setattr(package, "log_metrics", fail)
     result, text = quietly(train, config)
     assert result.step == 3
-    assert text.count("mlflow has failed (no route to host)") == 1
+    assert text.count("mlflow failed (no route to host)") == 1
     monkeypatch.setattr(package, "set_experiment", fail)
     with pytest.raises(InputError, match=r"log\.mlflow is 'photos'.*no route to host"):
         go_on(tmp_path / "run")
