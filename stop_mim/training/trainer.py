@@ -197,8 +197,8 @@ class Trainer:
         state = {"run": run, "not_finite": self.not_finite, "not_finite_in_a_row": self.not_finite_in_a_row}
         tensors = collect_tensors(self.model, self.optimiser)
         for callback in self.callbacks:
-            tensors |= callback.tensors()
             if callback.name:
+                tensors |= callback.tensors()
                 state[callback.name] = callback.state()
         return Checkpoint(self.done, tensors, state)
 
