@@ -1,6 +1,7 @@
 """The report: one self-contained HTML page about runs; tables are in the page, report.js draws charts and maps."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -75,8 +76,9 @@ def write_report(
     if not runs:
         raise InputError("No run is given: give at least one run directory.")
     folders = run_folders(runs)
-    if len({path.resolve() for path in folders}) < len(folders):
-        raise InputError(f"A run is given twice: {', '.join(map(str, runs))}.")
+    for path, times in Counter(path.resolve() for path in folders).items():
+        if times > 1:
+            raise InputError(f"The run {path} is given {times} times: give it once.")
     records = [read_records(path) for path in folders]
     check_same_grid(records)
     page = render_page(group_seeds(records), choose_pictures(records, images)).encode("utf-8", "replace")

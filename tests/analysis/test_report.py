@@ -293,7 +293,7 @@ def test_mistakes_are_one_sentence_and_write_nothing(stop_run, tmp_path):
     for runs, place, images, named in [
         ([tmp_path], out, None, str(tmp_path)),
         ([], out, None, "No run"),
-        ([stop_run, stop_run / ".." / stop_run.name], out, None, "twice"),
+        ([stop_run, stop_run / ".." / stop_run.name], out, None, f"{stop_run} is given 2 times"),
         ([stop_run, other_grid], out, None, "4x6"),
         ([stop_run], tmp_path / "nowhere" / "report.html", None, "nowhere"),
         ([stop_run], out, [text], "text.png"),
