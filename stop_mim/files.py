@@ -140,8 +140,8 @@ def read_safetensors(path: Path, tensors: bool = True) -> tuple[dict[str, Any], 
 def remove_temporaries(folder: Path, names: Iterable[str], older_than_s: float = 0) -> None:
     """Remove the temporary files of killed processes that were in `write_atomically`.
 
-    `names` are those of the files that were written, or glob patterns of them. Without a lock, another process may still be
-    writing files younger than `older_than_s`.
+    `names` are those of the files that were written, or glob patterns of them. Files younger than `older_than_s` are kept:
+    without a lock, another process may still be writing them.
     """
     for temporary in [found for name in names for found in folder.glob(f".{name}.????????")]:
         with suppress(OSError):

@@ -61,7 +61,7 @@ def evaluate(
 
     Args:
         encoders: one encoder or several, by any name that `load_encoder` takes.
-        task: one task or several, such as "linear" or ["knn", "low-shot"]; "all": all that the data allow, except "clevr".
+        task: one task or several, such as "linear" or ["knn", "low-shot"]; "all": as on the command line.
         data: labelled images or videos, by any name that `--data` takes.
         options: fields by their path, such as {"test_data": "photos/val", "knn.neighbours": (5,)}.
         console: where progress and the table are shown; None: standard output.

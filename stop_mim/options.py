@@ -46,7 +46,7 @@ class MaskConfig(Checked, group="masks"):
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked, group="augment"):
-    """Augmentation of training images; without a recipe as in I-JEPA: a random resized crop and nothing else."""
+    """Augmentation of training images."""
 
     crop_scale: Annotated[Range, Interval(at_most=1.0)] = (0.3, 1.0)
     """Smallest and largest area of a crop, as a fraction of the image."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stop_mim.data.order import BLOCKS_AHEAD, Request
 from stop_mim.errors import InputError, first_line
+from stop_mim.interruption import ALWAYS, UNLESS_HANDLED
 
 # Batches whose blocks are fetched before they are read.
 _FETCHED_AHEAD = 32
@@ -236,9 +237,8 @@ def _receive(pipe: connection.Connection, process: Any) -> Any:
 
 
 def _serve(work: Callable[[Any], Any], pipe: connection.Connection, others: list[connection.Connection]) -> None:
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in (*ALWAYS, *UNLESS_HANDLED):
+        signal.signal(number, signal.SIG_IGN)
     for other in others:
         other.close()
     torch.set_num_threads(1)

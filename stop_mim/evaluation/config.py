@@ -56,10 +56,9 @@ def evaluate_config() -> type[EvaluateConfig]:
 
     load_plugins()
     tasks = "\n".join(f"{name}: {task.help};" for name, task in TASKS.items())
-    task = Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(help=f"Tasks to run:\n{tasks}\nall: every task that the data allow, except clevr."),
-    ]
+    left_out = ", ".join(name for name, task in TASKS.items() if not task.in_all)
+    everything = f"all: every task that the data allow, except {left_out}."
+    task = Annotated[tuple[str, ...], tyro.conf.arg(help=f"Tasks to run:\n{tasks}\n{everything}")]
     groups: list[tuple[str, Any, Any]] = [
         (name.replace("-", "_"), task.Options, field(default_factory=task.Options))
         for name, task in TASKS.items()

@@ -160,7 +160,7 @@ class FinetuneTraining(LabelledTraining):
         super().__init__(
             self.classifier, optimiser, twin, train, options.epochs, options.batch_size, conditions, remedy
         )
-        self.shared = distribute(self.classifier, ranks)
+        self.distributed = distribute(self.classifier, ranks)
         self.mixing = Mixing(options, classes, ranks.device)
         self.losses: list[float] = []
         """The losses of the last steps, at most one epoch."""
@@ -203,9 +203,9 @@ class FinetuneTraining(LabelledTraining):
         parts = list(zip(images.split(at_a_time), labels.split(at_a_time), strict=True))
         for number, (part, part_labels) in enumerate(parts, start=1):
             mixed, targets = self.mixing(part, part_labels, derive_seed(seed, "mixing", number))
-            with synchronised(self.shared, is_last=number == len(parts)):
+            with synchronised(self.distributed, is_last=number == len(parts)):
                 with autocast_for(self.speed.precision, self.ranks.device):
-                    logits = self.shared(mixed)
+                    logits = self.distributed(mixed)
                 loss = F.cross_entropy(logits.float(), targets, reduction="sum") / count
                 loss.backward()
             total += loss.detach()

@@ -159,8 +159,8 @@ class LabelledTraining(Callback, ABC):
             raise KeyboardInterrupt
 
     @torch.no_grad()
-    def score(self, data: LabelledSet) -> tuple[Float[Tensor, "heads top"], int]:
-        """Return top-1 and top-5 accuracies in percent, and the number of readable images; each process scores a part."""
+    def score(self, data: LabelledSet) -> tuple[list[list[float]], int]:
+        """Return each head's top-1 and top-5 in percent, and the number of readable images; each process scores a part."""
         self.model.eval()
         ranks, speed = self.ranks, self.speed
         at_a_time = speed.batch_size_per_device or IMAGES_AT_A_TIME
@@ -176,4 +176,4 @@ class LabelledTraining(Callback, ABC):
                 right = right + top_hits(self.predict(images), labels, TOP).double().sum(1)
                 count = count + len(labels)
         right, count = reduce_mean(right, ranks), reduce_mean(count, ranks)
-        return (100 * right / count).float(), round(count.item() * ranks.world_size)
+        return (100 * right / count).float().tolist(), round(count.item() * ranks.world_size)

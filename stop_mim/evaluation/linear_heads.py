@@ -231,7 +231,7 @@ class LinearTraining(LabelledTraining):
         optimiser = torch.optim.SGD(groups, lr=0.0, momentum=MOMENTUM, nesterov=True)
         remedy = f"lower linear_sgd.lrs ({protocol.lrs}), or check the encoder's weights"
         super().__init__(self.heads, optimiser, encoder, used, protocol.epochs, batch_size, conditions, remedy)
-        self.shared = distribute(self.heads, ranks)
+        self.distributed = distribute(self.heads, ranks)
         self.moments: Tensor | None = None
         self.inverses: dict[tuple[int, bool], Tensor] = {}
 
@@ -275,7 +275,7 @@ class LinearTraining(LabelledTraining):
         self.optimiser.zero_grad(set_to_none=True)
         # Processes may have different numbers of images, and each image has the same weight.
         count = reduce_mean(torch.full((), float(len(labels)), device=self.ranks.device), self.ranks)
-        losses = self.shared(features, labels) / count
+        losses = self.distributed(features, labels) / count
         losses.sum().backward()
         if self.inverses:
             for head, linear in zip(self.heads.heads, self.heads.linears, strict=True):

@@ -135,7 +135,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path):
             replace(RICH, flip_probability=0.5), view="random_resized_crop", retouch=RandAugment(NAME, SIZE, MEAN)
         )
         one.train(tmp_path / name, progress)
-        return one.score(coloured(40, seed=1))[0].tolist(), one.train_loss
+        return one.score(coloured(40, seed=1))[0], one.train_loss
 
     whole = run("whole")
     with pytest.raises(Killed):

@@ -28,8 +28,7 @@ def train(ranks, folder):
     found = {}
     for name, training in trainings.items():
         training.train(folder / f"{name}{ranks.world_size}")
-        values, images = training.score(coloured(41, seed=1))
-        found[name] = [*values.tolist(), images]
+        found[name] = training.score(coloured(41, seed=1))
     return found | {"loss": trainings["finetune"].train_loss}
 
 

@@ -58,16 +58,17 @@ class LinearSGD(TrainingTask):
 
     def results(self, training: "LinearTraining") -> Iterator[Score]:
         """Yield the scores of every head, then those that held-out images choose: of each kind, and of all."""
-        (held_out, _), (tested, images) = training.score(training.held_out), training.score(self.data.test)
+        held_out, _ = training.score(training.held_out)
+        tested, images = training.score(self.data.test)
         heads, several = training.heads.heads, len(training.protocol.lrs) > 1
 
         def scores(number: int, layers: int | None, variant: dict[str, Scalar]) -> Iterator[Score]:
-            yield Score("held_out_top1", held_out[number, 0].item(), layers, variant)
-            for top, value in zip(TOP, tested[number].tolist(), strict=True):
+            yield Score("held_out_top1", held_out[number][0], layers, variant)
+            for top, value in zip(TOP, tested[number], strict=True):
                 yield accuracy(top, value, images, layers, variant, layers is None and top == 1)
 
         def best(numbers: Iterable[int]) -> int:
-            return max(numbers, key=lambda number: held_out[number, 0].item())
+            return max(numbers, key=lambda number: held_out[number][0])
 
         for number, head in enumerate(heads):
             rate: dict[str, Scalar] = {"lr": head.lr} if several else {}
