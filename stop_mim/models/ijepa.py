@@ -109,7 +109,7 @@ def tokens_at(encoder: Encoder, images: Images, indices: Int[Tensor, "batch n"])
 def lower_resolution(
     tokens: Float[Tensor, "batch n_patches dim"], grid: Grid, resolution: TargetResolution
 ) -> Float[Tensor, "batch n_patches dim"]:
-    """Halve the resolution of features by bilinear resizing or max pooling; return to the old one by repetition."""
+    """Halve the resolution of features by bilinear resizing or max pooling, then repeat them on the original grid."""
     maps, half = tokens.mT.unflatten(2, grid), (-(-grid[0] // 2), -(-grid[1] // 2))
     smaller = F.adaptive_max_pool2d(maps, half) if resolution == "max" else F.interpolate(maps, half, mode="bilinear")
     return F.interpolate(smaller, grid).flatten(2).mT

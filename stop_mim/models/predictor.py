@@ -70,7 +70,7 @@ class MaskedTokens(nn.Module):
 
 
 class LastBlock(Block):
-    """timm's layer without layer scale and drop path, whose MLP runs only for the last `n_wanted` tokens: no other is used."""
+    """A timm layer, without layer scale and drop path, whose MLP runs only for the last `n_wanted` tokens."""
 
     def forward(self, x: Float[Tensor, "batch n width"], n_wanted: int) -> Float[Tensor, "batch n_wanted width"]:
         """Return the last `n_wanted` tokens after the layer."""

@@ -169,7 +169,7 @@ class TrainingStep:
 
 
 def synchronised(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
-    """Return the context of a backward pass: with DDP, gradients are averaged once, in that of the last accumulated batch."""
+    """Return the context of a backward pass; DDP averages gradients only in the last one of a step."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     return nullcontext()
