@@ -264,7 +264,9 @@ class Sweep:
             group, dot, name = flag.rpartition(".")
             switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]}
             for text in texts:
-                options = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
+                # The elements of a tuple are separated by commas, which other values, such as names of data, may have.
+                elements = text.split(",") if isinstance(fields[path], tuple) else [text]
+                options = switches.get(text.lower(), [f"--{flag}", *elements])
                 config, unknown = parse(TrainConfig, options, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
                 axes.setdefault(path, []).append(operator.attrgetter(path)(config))

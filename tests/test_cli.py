@@ -184,6 +184,14 @@ def test_words_and_options_reach_their_commands(monkeypatch, tmp_path):
     assert given["export"] == ("timm:a", "timm", Path("folder"), None, "mit")
 
 
+def test_a_comma_separates_the_elements_of_a_varied_tuple_and_stays_in_a_name(monkeypatch):
+    given = {}
+    monkeypatch.setattr("stop_mim.sweeps.run.run_sweep", lambda *_, axes: given.update(axes))
+    data, scales = ["scenes:count=8,size=32", "scenes:count=9,size=32"], ["0.1,0.2", "0.2,0.3"]
+    main(["sweep", "--vary", "data", *data, "--vary", "masks.target-scale", *scales])
+    assert given == {"data": data, "masks.target_scale": [(0.1, 0.2), (0.2, 0.3)]}
+
+
 def test_tyro_reports_mistakes_itself_where_it_cannot_be_asked(capsys, monkeypatch):
     monkeypatch.setattr("stop_mim.parsing.tyro_errors", None)
     for option in (["--optim.lr", "fast"], ["--positions.sigma", "-0.5"]):
