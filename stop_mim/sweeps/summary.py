@@ -107,7 +107,7 @@ def compare(values: Values, baseline: str) -> Numbers:
 
 @dataclass(frozen=True)
 class Summary:
-    """A sweep as far as it has been run: the variants that were asked for, and others with finished runs."""
+    """The results of a sweep so far: the chosen variants, and others with finished runs."""
 
     plan: Plan
     scores: Numbers
