@@ -259,12 +259,16 @@ class Sweep:
             path, flag = given_path.replace("-", "_"), given_path.replace("_", "-")
             if path not in fields:
                 raise unknown_name("field", path, fields)
+            if path in ("seed", "out"):
+                raise InputError(f"--vary cannot have {path}, which a sweep sets in every run: give --seeds or --out.")
             if len(set(texts)) < max(2, len(texts)):
                 raise InputError(f"--vary {' '.join([path, *texts])}: give at least two values, each once.")
             group, dot, name = flag.rpartition(".")
             switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]}
             for text in texts:
-                options = switches.get(text.lower(), [f"--{flag}", *text.split(",")])
+                # The elements of a tuple are separated by commas, which other values, such as names of data, may have.
+                elements = text.split(",") if isinstance(fields[path], tuple) else [text]
+                options = switches.get(text.lower(), [f"--{flag}", *elements])
                 config, unknown = parse(TrainConfig, options, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
                 axes.setdefault(path, []).append(operator.attrgetter(path)(config))

@@ -37,7 +37,7 @@ def require_writable(name: str, path: Path, remedy: str = "give a file in a fold
 
 
 def why_not_written(folder: Path) -> str:
-    """Create a folder; return why no file can be written in it, or "" if one can."""
+    """Create a folder, and return the reason why files cannot be written to it; "" if they can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -1,8 +1,8 @@
-"""Commands as jobs of a cluster, through submitit: one task and one log a process, requeued and resumed by themselves.
+"""Commands as cluster jobs, through submitit: one task and one log per process; jobs are requeued and resumed automatically.
 
     stop-mim pretrain stop-vitl16 --data … --launch slurm --launch.nodes 4 --launch.gpus 8 --launch.hours 24
 
-A job that is pre-empted, or near its time limit, lets its processes save, goes back to the queue, and resumes from there.
+A job that is pre-empted or near its time limit saves, is requeued, and resumes from the checkpoint.
 """
 
 import os

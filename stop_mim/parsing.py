@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
@@ -71,12 +72,11 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
         return
     name = unknown[0].partition("=")[0]
     if not name.startswith("-"):
-        switch = name.lower() in ("true", "false")
-        remedy = (
-            "a switch takes no value; --log.no-tensorboard turns one off."
-            if switch
-            else "--help shows what can be given."
-        )
+        remedy = "--help shows what can be given."
+        if name.lower() in ("true", "false"):
+            remedy = "a switch takes no value; --log.no-tensorboard turns one off."
+        elif "." in name:
+            remedy = "write patterns such as 'train-*.parquet' in quotes, or see --help."
         raise InputError(f"'{name}' is not expected: {remedy}")
     close = _nearest(name.lstrip("-").replace("_", "-"), dict(pair for one in options for pair in _flags(one)))
     remedy = f"did you mean --{close}?" if close else "--help lists all options."
@@ -123,14 +123,21 @@ def _needs(kind: Any, metavar: str) -> str:
 
 
 def _nearest(wanted: str, flags: dict[str, str]) -> str | None:
-    """Return the option that is meant: one of another group, a mistyped one, or one whose help has the words of the name."""
+    """Return the option that is meant: one of another group, a mistyped one, or one whose name or help has the words."""
     group, _, name = wanted.rpartition(".")
     same = [flag for flag in flags if flag.rpartition(".")[2] == name]
-    words = name.split("-")
-    described = [flag for flag, text in flags.items() if all(word in text.lower() for word in words)]
-    described.sort(key=lambda flag: (flag.rpartition(".")[0] != group, len(flags[flag])))
+    near = [flag for flag in flags if group and flag.startswith(f"{group}.")] or [*flags]
+    named = sorted((flag for flag in near if _words(name) <= _words(flag.rpartition(".")[2])), key=len)
+    described = sorted(
+        (flag for flag in near if _words(name) <= _words(flags[flag])), key=lambda flag: len(flags[flag])
+    )
     mistyped, similar = (difflib.get_close_matches(wanted, flags, 1, cutoff) for cutoff in (0.8, 0.5))
-    return next(iter([*same, *mistyped, *described, *similar]), None)
+    return next(iter([*same, *mistyped, *named, *described, *similar]), None)
+
+
+def _words(text: str) -> set[str]:
+    """Return the words of a text, in the singular."""
+    return {word.rstrip("s") for word in re.findall(r"\w+", text.lower())}
 
 
 def _flags(options: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

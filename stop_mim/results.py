@@ -153,12 +153,12 @@ class Evaluation:
         return self.encoder + (" (class token)" if self.facts.get("pool") == "cls" else "")
 
     def identity(self) -> tuple[str, ...]:
-        """Return what agrees where an evaluation repeats another one, and replaces it in a file."""
+        """Return the fields that identify an evaluation; in a file, a new one replaces an old one with the same identity."""
         encoder = [self.facts.get(name) for name in ("image_size", "encoder_fingerprint")]
         return (self.encoder, json.dumps(encoder), *self.measurement())
 
     def measurement(self) -> tuple[str, ...]:
-        """Return what must agree where scores of different encoders are compared; hashable."""
+        """Return the fields that must be equal to compare the scores of different encoders; hashable."""
         named = [getattr(self, name) for name in ("task", "label", "data", "test_data", "protocol", "seed")]
         contents = [self.facts.get(name) for name in ("data_fingerprint", "test_fingerprint")]
         return tuple(json.dumps(value, sort_keys=True) for value in [*named, *contents])

@@ -118,10 +118,15 @@ for line in {lines}:
         (["sweep", "--vary", "optim.lrr", "1", "2"], "There is no field 'optim.lrr': did you mean 'optim.lr'?"),
         (["sweep", "--seeds", "0", "--vary", "optim.lr", "1e-3"], "optim.lr 1e-3: give at least two values"),
         (["sweep", "--vary"], "--vary has no value"),
+        (["sweep", "--vary", "seed", "1", "2"], "--vary cannot have seed"),
+        (["sweep", "--vary", "out", "a", "b"], "--vary cannot have out"),
         (["sweep", "tokens", "--recipe"], "--recipe has no value: give a text"),
         (["sweep", "--vary", "log.no-tensorboard", "true", "false"], "did you mean 'log.tensorboard'?"),
         (["pretrain", "demo", "--lr", "1"], "--lr: did you mean --optim.lr?"),
         (["pretrain", "demo", "more"], "'more'"),
+        (["pretrain", "demo", "--data", "a.parquet", "b.parquet"], "'b.parquet' is not expected: write patterns"),
+        (["pretrain", "demo", "--objective.name", "mae"], "did you mean --objective."),
+        (["pretrain", "demo", "--optim.clip", "1"], "did you mean --optim.clip-gradient-norm?"),
         (["pretrain", "demo", "--log.tensorboard", "False"], "--log.no-tensorboard"),
         (["pretrain", "demo", "--optim.lr", "fast"], "--optim.lr is 'fast': give a number."),
         (["pretrain", "demo", "--optim.lr"], "--optim.lr has no value: give a number."),
@@ -182,6 +187,14 @@ def test_words_and_options_reach_their_commands(monkeypatch, tmp_path):
     assert config.knn.neighbours == (5,)
     main(["export", "timm:a", "--to", "timm", "--out", "folder", "--licence", "mit"])
     assert given["export"] == ("timm:a", "timm", Path("folder"), None, "mit")
+
+
+def test_a_comma_separates_the_elements_of_a_varied_tuple_and_stays_in_a_name(monkeypatch):
+    given = {}
+    monkeypatch.setattr("stop_mim.sweeps.run.run_sweep", lambda *_, axes: given.update(axes))
+    data, scales = ["scenes:count=8,size=32", "scenes:count=9,size=32"], ["0.1,0.2", "0.2,0.3"]
+    main(["sweep", "--vary", "data", *data, "--vary", "masks.target-scale", *scales])
+    assert given == {"data": data, "masks.target_scale": [(0.1, 0.2), (0.2, 0.3)]}
 
 
 def test_tyro_reports_mistakes_itself_where_it_cannot_be_asked(capsys, monkeypatch):

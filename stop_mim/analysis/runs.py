@@ -17,7 +17,7 @@ from stop_mim.positions import Grid
 from stop_mim.records import from_plain, read_record
 from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
 from stop_mim.sweeps.grid import changes
-from stop_mim.sweeps.plan import PLAN_FILE, SCORES_FILE, WITHOUT_EFFECT
+from stop_mim.sweeps.plan import PLAN_FILE, SCORES_FILE, WITHOUT_EFFECT, runs_by_seed
 from stop_mim.sweeps.summary import Spread, spread
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder, read_metrics
@@ -166,7 +166,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
         runs = [
             run
             for variant in variants
-            for run in sorted(path.glob(f"{variant}/seed-*"), key=lambda run: int(run.name.removeprefix("seed-")))
+            for run in runs_by_seed(path / variant).values()
             if RunFolder(run).config_file.exists()
         ]
         if not runs:

@@ -5,10 +5,12 @@ where they are kept and decoded: resident in memory (stored.py), streamed by wor
 decoded on the GPU (gpu_decode.py).
 """
 
+import math
 import os
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -48,7 +50,7 @@ class Placement:
     workers: int = 2
     processes_on_host: int = 1
     stored_view: TestView | None = None
-    """Resident images are resized to one size by this view before they are stored; None stores them unchanged."""
+    """Resizes resident images before they are stored, unless all of them have one size and are no larger than this view."""
 
 
 class Batches:
@@ -107,19 +109,25 @@ class Batches:
         """Decode all images into memory; return None if they are streamed instead."""
         if placement.mode == "streaming" or self.view.retouch is not None:
             return None
-        view, images = placement.stored_view, self.order.images
-        size = common_size(self.source, images) if view is None else view.size
+        images, resized = self.order.images, placement.stored_view
+        size, view = common_size(self.source, images), None
+        if resized is not None and (size is None or math.prod(size) > math.prod(resized.size)):
+            size, view = resized.size, resized
         if placement.mode == "auto" and not self._fits(placement, size):
             return None
         if size is None:
             raise mixed_sizes(self.source.name)
+        store = partial(store_images, self.source, np.unique(images), workers=placement.workers, progress=progress)
         try:
-            stored = store_images(self.source, np.unique(images), size, placement.workers, progress, view)
+            stored = store(size, view=view)
         except MixedSizes:
             # `common_size` looks at some of the images only.
-            if placement.mode == "resident":
+            if resized is not None:
+                stored = store(resized.size, view=resized)
+            elif placement.mode == "resident":
                 raise
-            return None
+            else:
+                return None
         for index in np.intersect1d(list(stored.bad), images).tolist():
             self.bad_images.add(stored.bad[index])
         budget = resident_budget(self.device, placement.processes_on_host) if self.order.length is None else 0

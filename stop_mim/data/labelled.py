@@ -95,7 +95,7 @@ def read_image_list(path: Path, source: ImageSource) -> Int64[np.ndarray, " k"]:
         first, *others = matches[line]
         if others:
             which = " and ".join(f"'{source.image_name(index)}' (image {index})" for index in (first, others[0]))
-            raise InputError(f"The name '{line}' in {path} may be {which} of {source.name}: give the whole name.")
+            raise InputError(f"The name '{line}' in {path} matches both {which} of {source.name}: give the whole name.")
         if (before := line_of.setdefault(first, line)) is not line:
             name = source.image_name(first)
             raise InputError(f"{path} names the image '{name}' twice, as '{before}' and as '{line}': remove one line.")
@@ -111,7 +111,7 @@ def draw_per_class(
         if available < per_class:
             name = f"{label} ({class_names[label]})" if 0 <= label < len(class_names) else str(label)
             raise InputError(
-                f"The class {name} has {available} images, and {per_class} of each class were asked for: ask for fewer."
+                f"The class {name} has {available} images, fewer than the {per_class} to draw from each class: draw fewer."
             )
         return per_class
 

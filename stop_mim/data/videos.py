@@ -72,7 +72,7 @@ class Video(ABC):
         mask = self.mask(0)
         if mask is None or not mask.any():
             raise InputError(
-                f"The first mask of the video '{self.name}' shows no object: number every object that is to be tracked."
+                f"The first mask of the video '{self.name}' shows no object: give every object to track a number."
             )
         return mask
 
@@ -196,10 +196,10 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> lis
 
 
 def _resolution(folder: Path, frames: Path, masks: Path) -> str:
-    """The sub-folder of the frames that holds the sequences: itself ("."), 480p where that is there, or another."""
+    """The sub-folder of the frames that holds the sequences: itself ("."), 480p if it exists, or another."""
     names = [name for name in sub_folders(frames) if (masks / name).is_dir()] if frames.is_dir() else []
     if not names:
-        raise InputError(f"The folder {folder} is not in DAVIS's layout: it must hold {LAYOUT}.")
+        raise InputError(f"The folder {folder} is not in DAVIS's layout: it must contain {LAYOUT}.")
     if any(_frame_paths(frames / name) for name in names):
         return "."
     return next((name for name in _RESOLUTIONS if name in names), names[0])
@@ -240,7 +240,9 @@ def _sequence_of(line: str, path: Path) -> str:
     name = Path(first).parent.name if "/" in first else first
     # Masks are written to folders of these names, which must not be other paths.
     if name in ("", ".", "..") or "\\" in name:
-        raise InputError(f"{path} has the line '{line.strip()}', which names no sequence: write one name per line.")
+        raise InputError(
+            f"{path} has the line '{line.strip()}', which is not the name of a sequence: write one name per line."
+        )
     return name
 
 

@@ -125,7 +125,7 @@ class LabelledTraining(Callback, ABC):
         return self._images.starting_at(first)
 
     def train(self, state_file: Path, progress: Progress | None = None) -> None:
-        """Train from the step of the state file, if there is one, to the end; each epoch is saved there.
+        """Train to the end, resuming from the state file if there is one; the state is saved there after each epoch.
 
         After SIGTERM or Ctrl-C the last step is saved, and SystemExit or KeyboardInterrupt raised.
         """

@@ -136,7 +136,7 @@ def _architecture(
     for name, dimensions in ((PATCHES, 4), (POSITIONS, 3), (HIDDEN, 2)):
         if name not in tensors or tensors[name].dim() != dimensions or not tensors[name].numel():
             raise InputError(
-                f"{origin} holds no Vision Transformer (no {name} of {dimensions} dimensions): it has "
+                f"{origin} is not a Vision Transformer (no {name} of {dimensions} dimensions): it has "
                 f"{', '.join(list(tensors)[:3]) or 'no tensors'}{' …' if len(tensors) > 3 else ''}."
             )
     width, channels, *patch_size = tensors[PATCHES].shape

@@ -68,7 +68,7 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
             config = transformers.ViTConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
         options: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in WITH_POOLER else {}
         if pretrained:
-            # Without safetensors (DINO, data2vec) a pickle is read as far as it holds tensors alone.
+            # Without safetensors (DINO, data2vec) a pickle is read, which may contain only tensors.
             options |= {"weights_only": True, "trust_remote_code": False, "output_loading_info": True}
             model, report = transformers.AutoModel.from_pretrained(name, config=config, **options)
             if missing := sorted(report["missing_keys"]):
@@ -79,8 +79,8 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise InputError(
-            f"hf:{name} could not be loaded ({reason}): check the name and the network; a file of weights must hold tensors "
-            "alone."
+            f"hf:{name} could not be loaded ({reason}): check the name and the network; a file of weights must contain only "
+            "tensors."
         ) from error
     if not hasattr(model, "layernorm") or not isinstance(getattr(config, "patch_size", None), int):
         raise InputError(

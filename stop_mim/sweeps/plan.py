@@ -1,6 +1,7 @@
 """The plan of a sweep: its runs as ordinary commands, and OUT/sweep.json, which keeps what their results depend on."""
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -174,6 +175,12 @@ class Plan:
                     f"{self.out} holds a sweep with other settings ({name} was {before.get(name)} and is {now} now): "
                     "choose another --out."
                 )
+
+
+def runs_by_seed(folder: Path) -> dict[int, Path]:
+    """Return the runs in the directory of a variant, in the order of their seeds; a copy such as seed-0.old is not one."""
+    found = {int(name[1]): run for run in folder.glob("seed-*") if (name := re.fullmatch(r"seed-(\d+)", run.name))}
+    return dict(sorted(found.items()))
 
 
 def base_config(config: SweepConfig) -> TrainConfig:

@@ -127,11 +127,12 @@ def show_grid(plan: Plan, console: Console) -> None:
     at_once = len(left) if options.launch.is_job else len(places(options.side_by_side, plan.base.speed.device))
     at_once = min(at_once, len(left))
     seconds, origin = estimate(plan, left, console)
-    time = f"about {duration(seconds / at_once)}" if seconds else "their time depends on the images, see --data"
-    say(
-        console,
-        f"Runs to do: {len(left)}, {at_once} at a time: {time} of training ({origin}); evaluation comes on top.",
+    time = (
+        f"about {duration(seconds / at_once)} of training"
+        if seconds
+        else "give --data to estimate the time of training"
     )
+    say(console, f"Runs to do: {len(left)}, {at_once} at a time: {time} ({origin}); evaluation comes on top.")
 
 
 def estimate(plan: Plan, left: Sequence[Job], console: Console) -> tuple[float, str]:

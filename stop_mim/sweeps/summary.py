@@ -2,7 +2,6 @@
 
 import csv
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from scipy import stats
 from stop_mim.files import write_atomically
 from stop_mim.records import write_json
 from stop_mim.results import read_results
-from stop_mim.sweeps.plan import SCORES_FILE, Plan
+from stop_mim.sweeps.plan import SCORES_FILE, Plan, runs_by_seed
 from stop_mim.tables import Table, say, write_tables
 from stop_mim.training.callbacks.health import SIGNS, signs_in
 from stop_mim.training.run_folder import read_metrics
@@ -108,7 +107,7 @@ def compare(values: Values, baseline: str) -> Numbers:
 
 @dataclass(frozen=True)
 class Summary:
-    """A sweep as far as it has been run: the variants that were asked for, and others with finished runs."""
+    """The results of a sweep so far: the chosen variants, and others with finished runs."""
 
     plan: Plan
     scores: Numbers
@@ -165,9 +164,8 @@ def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None 
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
     scores, health = Values(), Values()
     for variant in plan.variants:
-        runs = [file.parent for file in sorted((plan.out / variant).glob(f"*/{SCORES_FILE}"))]
-        # A copy, such as seed-0.old, is no run of the sweep.
-        seeds = {int(found[1]): run for run in runs if (found := re.fullmatch(r"seed-(\d+)", run.name))}
+        runs = runs_by_seed(plan.out / variant)
+        seeds = {seed: run for seed, run in runs.items() if (run / SCORES_FILE).exists()}
         if seeds or variant in plan.chosen:
             scores[variant] = {seed: read_scores(run) for seed, run in seeds.items()}
             health[variant] = {seed: read_health(run) for seed, run in seeds.items()}

@@ -62,12 +62,8 @@ def open_checkpoint(
 
 def at_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Return the config with names of datasets, and so of bad images, that are the same from any directory."""
-
-    def absolute(name: str) -> str:
-        return absolute_name(name) if is_dataset(name) else name
-
-    labelled = config.probe.data and absolute(config.probe.data)
-    return replace(config, data=absolute(config.data), probe=replace(config.probe, data=labelled))
+    labelled = config.probe.data and absolute_name(config.probe.data)
+    return replace(config, data=absolute_name(config.data), probe=replace(config.probe, data=labelled))
 
 
 def with_data_at(config: TrainConfig, data: str | None) -> TrainConfig:
@@ -75,7 +71,7 @@ def with_data_at(config: TrainConfig, data: str | None) -> TrainConfig:
     if data is not None:
         return at_absolute_paths(replace(config, data=data))
     if not is_dataset(config.data):
-        raise InputError(f"The data of this run, '{config.data}', are not there: give their new place with --data.")
+        raise InputError(f"The data of this run, '{config.data}', were not found: give their new location with --data.")
     return config
 
 

@@ -84,8 +84,8 @@ def warnings_about(
         )
     if left_out > images / 10:
         found.append(
-            f"{left_out:,} of the {images:,} images do not fill a batch of {optim.batch_size:,} and are left out of an epoch, "
-            "others in each: lower optim.batch_size."
+            f"{left_out:,} of the {images:,} images do not fill a batch of {optim.batch_size:,} and are left out, "
+            "different ones in each epoch: lower optim.batch_size."
         )
     if recipe is not None and optim.lr == recipe.lr and optim.batch_size != recipe.batch_size:
         scaled = f"{recipe.lr * math.sqrt(optim.batch_size / recipe.batch_size):.3g}"

@@ -113,7 +113,7 @@ def device_mesh(ranks: Ranks, sharding: Sharding) -> DeviceMesh:
         return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
     if ranks.world_size % ranks.processes_on_host:
         raise InputError(
-            f"speed.sharding is hybrid and {ranks.world_size} processes are no multiple of the {ranks.processes_on_host} on "
+            f"speed.sharding is hybrid and {ranks.world_size} processes are not a multiple of the {ranks.processes_on_host} on "
             "this machine: start the same number on every machine."
         )
     shape = (ranks.world_size // ranks.processes_on_host, ranks.processes_on_host)

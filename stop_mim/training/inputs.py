@@ -35,7 +35,7 @@ class StepInputs:
     def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.ignored: Mapping[str, int] = {}
-        """How many files of the dataset are no images, by extension."""
+        """How many files of the dataset are not images, by extension."""
         self.per_device, self.batches_per_step = split_batch(config, ranks)
         require_possible(config.speed, ranks)
         # On the meta device, without the memory of the weights: a configuration that cannot work raises InputError.

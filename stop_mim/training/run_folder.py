@@ -24,7 +24,7 @@ from stop_mim.training.config import TrainConfig, to_json
 
 PACKAGES = ("stop-mim", "torch", "torchvision", "timm", "numpy", "safetensors")
 LOCK_FILE = ".lock"
-# Facts of a session that are read again; the others are for people.
+# Facts of a session that the code reads; the others are for the user.
 SESSION_FACTS: dict[str, Any] = {
     "recipe": str,
     "started": str,
@@ -56,7 +56,7 @@ class RunFolder:
         """Raise InputError unless a new run can be created here."""
         if self.config_file.exists():
             raise InputError(
-                f"{self.path} already holds a run: continue it with 'stop-mim resume {self.path}', or choose another --out."
+                f"{self.path} already contains a run: continue it with 'stop-mim resume {self.path}', or choose another --out."
             )
         # A run that failed before its first step because of bad images leaves its lists of them behind.
         others = set(self.path.iterdir()) - set(self._bad_images_files()) if self.path.is_dir() else set()
@@ -126,7 +126,7 @@ class RunFolder:
 
     def config(self) -> TrainConfig:
         if not self.config_file.exists():
-            raise InputError(f"{self.path} holds no run (no config.json): give the directory of a run.")
+            raise InputError(f"{self.path} contains no run (no config.json): give the directory of a run.")
         return read_record(self.config_file, TrainConfig, "restore it or start a new run")
 
     def fact(self, name: str) -> Any:

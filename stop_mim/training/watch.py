@@ -87,8 +87,8 @@ class Watch:
             if self._thread is None or not is_lost(error):
                 raise
             places, silent = self._look()
-            whom = describe(silent, places, silent) if silent else "another process of this run has ended"
-            message = f"The connection was lost: {whom}; 'resume' continues from the last checkpoint."
+            what = describe(silent, places, silent) if silent else "another process of this run has ended"
+            message = f"The connection was lost: {what}; 'resume' continues from the last checkpoint."
             raise ProcessLost(message) from None
 
     def _watch(self, ended: threading.Event) -> None:
@@ -152,7 +152,7 @@ class Watch:
         self._end()
 
     def _end(self) -> None:
-        # The process that holds the store must not be the first to end: the others read there that all is over.
+        # The process with the store must end last: the others read the end of the run from it.
         time.sleep((4 if self._rank == 0 else 2) * SECONDS_BETWEEN_BEATS)
         os._exit(1)
 
@@ -179,13 +179,13 @@ def last_of(places: Mapping[int, Place]) -> set[int]:
 
 
 def describe(named: set[int], places: Mapping[int, Place], silent: set[int]) -> str:
-    """Return which processes hold up the others, and their places."""
+    """Describe which processes block the others, and where they are."""
     if not named:
         where = f" at {places[min(places)].where}" if places else ""
         return f"all processes are stuck{where}"
     texts = []
     for rank in sorted(named)[:4]:
-        state = "gives no sign of life" if rank in silent else "is stuck"
+        state = "does not respond" if rank in silent else "is stuck"
         where = f"{', last seen' if rank in silent else ''} at {places[rank].where}" if rank in places else ""
         texts.append(f"process {rank} {state}{where}")
     return ", ".join(texts) + (f" and {len(named) - 4} more" if len(named) > 4 else "")

@@ -243,6 +243,8 @@ def test_a_sweep_is_opened_by_its_directory_and_its_seeds_are_averaged(stop_run,
     (sweep / "sweep.json").write_text(json.dumps({"variants": {"low": {}, "high": {}}}))
     for finished in ("low/seed-0", "low/seed-1", "high/seed-0"):
         (sweep / finished / "scores.json").touch()
+    # A copy of a run is not counted.
+    shutil.copytree(sweep / "low" / "seed-0", sweep / "low" / "seed-0.old")
     page = report(sweep)
     assert page.data["runs"] == ["low", "high/seed-0"]
     low, high = page.charts["Loss"]["series"]

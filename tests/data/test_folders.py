@@ -76,9 +76,9 @@ def write_one_shard(path, shade):
 def test_unusable_folders_are_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     (tmp_path / "notes.txt").write_text("no image")
-    assert_refused(tmp_path, r"holds no images: .*jpeg, jpg")
+    assert_refused(tmp_path, r"has no images: .*jpeg, jpg")
     (tmp_path / "cat" / "a.HEIC").write_text("no image")
-    assert_refused(tmp_path, r"holds no images, but 1 \.heic: convert them to JPEG\.")
+    assert_refused(tmp_path, r"has no images, but 1 \.heic: convert them to JPEG\.")
 
 
 def test_images_at_the_top_and_below_are_read_without_labels_and_other_files_are_counted(tmp_path):
@@ -123,7 +123,7 @@ def test_split_folders(tmp_path):
     assert test.image_name(0) == "bee/c.png"
     assert_refused(tmp_path, r"no split 'dev': choose one of holiday, train, val\.", "dev")
     write(tmp_path / "val" / "images" / "d.png", 4)
-    assert_refused(tmp_path, "images is no class of the training split", "test")
+    assert_refused(tmp_path, "images is not a class of the training split", "test")
 
 
 def test_train_may_be_a_class(tmp_path):

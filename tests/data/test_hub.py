@@ -57,7 +57,7 @@ def test_rows_without_bytes_name_files_in_the_caches_and_no_others(tmp_path, mon
     source._opened[0] = pa.chunked_array([pa.array(rows)])
     assert int(source.read(0)[0, 0, 0]) == 8
     for index in (1, 2):
-        with pytest.raises(BadImage, match="no bytes"):
+        with pytest.raises(BadImage, match="no image bytes"):
             source.read(index)
 
 

@@ -194,5 +194,5 @@ def test_what_is_drawn_from_a_class_does_not_depend_on_the_others():
 
 
 def test_a_draw_of_more_than_a_class_has_is_refused():
-    with pytest.raises(InputError, match=r"class 3 \(d\) has 7 images, and 8"):
+    with pytest.raises(InputError, match=r"class 3 \(d\) has 7 images, fewer than the 8"):
         draw_per_class(LABELS, 8, 0, 0, ["a", "b", "c", "d"])

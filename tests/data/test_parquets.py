@@ -113,7 +113,7 @@ def test_rows_without_bytes_are_bad_images_whatever_file_they_name(tmp_path):
     pq.write_table(pa.table({"image": pa.array([*rows, None], kind)}), tmp_path / "x.parquet")
     source = open_source(str(tmp_path / "x.parquet"))
     for row in range(4):
-        with pytest.raises(BadImage, match=rf"x\.parquet#{row}: the row holds no bytes"):
+        with pytest.raises(BadImage, match=rf"x\.parquet#{row}: the row has no image bytes"):
             source.read(row)
 
 

@@ -62,9 +62,9 @@ def test_unusable_shards_are_refused(tmp_path):
         add_member(archive, "a.png", encoded(1))
     assert_refused(f"wds:{tmp_path}/packed.tar", "cannot be read as a tar file")
     write_shard(tmp_path / "text.tar", [("a.txt", b"text")])
-    assert_refused(f"wds:{tmp_path}/text.tar", "hold no images")
+    assert_refused(f"wds:{tmp_path}/text.tar", "have no images")
     write_shard(tmp_path / "label.tar", [("a.png", encoded(1)), ("a.cls", b"cat")])
-    assert_refused(f"wds:{tmp_path}/label.tar", r"label\.tar#a\.cls holds b'cat'")
+    assert_refused(f"wds:{tmp_path}/label.tar", r"label\.tar#a\.cls contains b'cat'")
 
 
 @pytest.mark.parametrize("size", [b"\x80" + b"\x7f" * 11, b"\xff" * 12])

@@ -198,7 +198,7 @@ def test_what_is_no_encoder_is_named(tmp_path):
         with pytest.raises(InputError, match=name):
             stop_mim.load_encoder(tmp_path / name)
     save_file({"conv1.weight": torch.zeros(8, 3, 7, 7)}, tmp_path / "resnet.safetensors")
-    with pytest.raises(InputError, match="holds no Vision Transformer"):
+    with pytest.raises(InputError, match="is not a Vision Transformer"):
         stop_mim.load_encoder(tmp_path / "resnet.safetensors")
     with pytest.raises(InputError, match="There is no encoder 'nowhere'"):
         stop_mim.load_encoder("nowhere")

@@ -149,7 +149,7 @@ def put(name, *shape):
         (change("target_encoder", put("pos_embed", 1, 15, 192)), "15 positions"),
         (release(width=200), "width 200"),
         ({"encoder": release()["encoder"]}, "no weights under 'target_encoder'.*#encoder"),
-        ({"target_encoder": {"conv1.weight": torch.zeros(64, 3, 7, 7)}}, "holds no Vision Transformer.*conv1.weight"),
+        ({"target_encoder": {"conv1.weight": torch.zeros(64, 3, 7, 7)}}, "is not a Vision Transformer.*conv1.weight"),
         ([1, 2], "holds no weights by name"),
     ],
 )

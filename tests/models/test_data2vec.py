@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
 from stop_mim.errors import InputError
-from stop_mim.masking import BlockwiseMasks, Masks
+from stop_mim.masking import BlockwiseMasks
 from stop_mim.models.data2vec import Data2Vec, PatchProjection
-from stop_mim.models.encoder import Dimensions, Encoder, create_encoder, cut_patches, gather_patches
+from stop_mim.models.encoder import Dimensions, Encoder, create_encoder
 from stop_mim.models.predictor import MaskedTokens
 from stop_mim.positions import SinCosPositions, StochasticPositions
 
@@ -73,25 +73,10 @@ def test_the_student_sees_all_patches_with_a_mask_token_in_the_place_of_masked_o
         torch.testing.assert_close(tokens[i, 10:], positions + model.masked_input.mask_token)
 
 
-def test_the_noise_is_A_n_on_masked_tokens_alone(batch):
-    model, (images, masks) = make(sigma=0.5), batch
-    images, masks = (
-        images[:1].expand(4000, -1, -1, -1),
-        Masks(*(part[:1].expand(4000, *part.shape[1:]) for part in (masks.context, masks.targets))),
-    )
-    # The first layer is not run: what enters it is enough.
-    with torch.no_grad():
-        visible = gather_patches(cut_patches(images, (PATCH, PATCH)), masks.context)
-        noisy = model.masked_input.tokens(visible, masks.context, masks.targets, model.draw_noise(masks, seeded()))
-        noise = noisy - model.eval().masked_input.tokens(visible, masks.context, masks.targets)
-    assert not noise[:, :10].any()
-    A = model.encoder.vit.patch_embed.proj.weight.detach().flatten(1)
-    torch.testing.assert_close(noise[:, 10:].flatten(0, 1).T.cov(), 0.5 * A @ A.T, atol=0.02, rtol=0)
-
-
-def test_gradients_reach_A_through_the_noise(batch):
+def test_A_is_the_patch_embedding_and_gets_gradients_through_the_noise(batch):
     for sigma, reaches in ((0.0, False), (0.25, True)):
         model, masks = make(sigma=sigma), batch[1]
+        assert torch.equal(model.positions.covariance.factor(), model.encoder.vit.patch_embed.proj.weight.flatten(1))
         # Images of zeros leave A no gradient but the noise's.
         model(torch.zeros_like(batch[0]), masks).backward()
         assert bool(model.encoder.vit.patch_embed.proj.weight.grad.abs().max() > 0) == reaches

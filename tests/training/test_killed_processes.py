@@ -54,7 +54,7 @@ def test_killed_processes_lose_nothing(tmp_path, sharding):
         codes, errors = run_ranks(2, train_and_die, run, config, False, "the second, in a step", fails=True)
         assert codes == [1, -signal.SIGKILL]
         (text,) = errors
-        assert "ProcessLost: The connection was lost: process 1 gives no sign of life" in text
+        assert "ProcessLost: The connection was lost: process 1 does not respond" in text
         assert "gloo" not in text
         assert "process 1" in RunFolder(run).status()["message"]
         assert list(checkpoints_in(run / "checkpoints")) == [3]

@@ -38,7 +38,7 @@ def test_a_directory_is_named_after_the_recipe_and_never_used_twice(tmp_path, mo
     assert result.folder.name.startswith("tiny-")
     assert RunFolder(result.folder).config().out == str(result.folder)
     assert "56 images" in text
-    with pytest.raises(InputError, match="already holds a run"):
+    with pytest.raises(InputError, match="already contains a run"):
         run(tiny_config(out=result.folder))
 
 

@@ -226,7 +226,7 @@ def test_labels_that_cannot_be_used_are_refused_before_anything_is_written(tmp_p
     data, real = write_colours(tmp_path / "colours"), probe_module.open_source
     refused("nothing", data=str(tmp_path / "nothing"))
     refused("'distance'.*count", data="scenes:count=60,size=32", label="distance")
-    refused("no test split", data=str(data / "train"))
+    refused("are the same data", data=str(data / "train"))
     changed(train=lambda source: source.labels.clear())
     refused("no classes")
     changed(test=lambda source: source.labels.clear())

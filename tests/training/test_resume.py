@@ -234,7 +234,7 @@ def test_data_that_have_moved_are_found_where_they_are_now(tmp_path):
     data = write_images(tmp_path / "before")
     run(tiny_config(data, tmp_path / "moved", stop_after_steps=4))
     data.rename(tmp_path / "after")
-    with pytest.raises(InputError, match="give their new place with --data"):
+    with pytest.raises(InputError, match="give their new location with --data"):
         go_on(tmp_path / "moved")
     before = (tmp_path / "moved" / "config.json").read_text()
     with pytest.raises(InputError, match="have changed"):

@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 def test_a_new_folder_holds_the_configuration(folder):
     config = tiny_config(seed=5)
-    with pytest.raises(InputError, match="holds no run"):
+    with pytest.raises(InputError, match="contains no run"):
         folder.config()
     folder.path.mkdir()
     folder.create(config, "tiny")

@@ -134,7 +134,7 @@ def test_what_sharding_cannot_do_is_refused():
     for option in ("compile", "graph"):
         with pytest.raises(InputError, match=f"leave speed.{option} out"):
             require_possible(SpeedConfig(sharding="full", **{option: True}), Ranks(0, 1, 1, cpu))
-    with pytest.raises(InputError, match="6 processes are no multiple of the 4"):
+    with pytest.raises(InputError, match="6 processes are not a multiple of the 4"):
         device_mesh(Ranks(0, 6, 4, cpu), "hybrid")
 
 

@@ -80,7 +80,7 @@ def test_who_is_behind_is_named():
     assert last_of({0: ahead, 1: behind, 2: behind}) == {1, 2}
     assert last_of({0: ahead, 1: ahead}) == set()
     assert describe({1}, {0: ahead, 1: behind}, set()) == "process 1 is stuck at step 3, reading images"
-    assert describe({2}, {0: ahead}, {2}) == "process 2 gives no sign of life"
+    assert describe({2}, {0: ahead}, {2}) == "process 2 does not respond"
     assert describe(set(), {}, set()) == "all processes are stuck"
     assert is_lost(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert not is_lost(RuntimeError("shapes"))

@@ -68,10 +68,12 @@ def open_source(name: str, split: str = "train") -> ImageSource:
 
 
 def absolute_name(name: str) -> str:
-    """Return the name of a dataset; a path becomes absolute, so that the name is valid in any directory."""
-    kind = find_kind(name)
-    path = name.removeprefix(kind.prefix)
-    return kind.prefix + os.path.abspath(os.path.expanduser(path)) if kind.is_path and not is_url(path) else name
+    """Return the name with an absolute path if it names a dataset by its path; any other name is returned as it is."""
+    kind = _kind_of(name)
+    path = "" if kind is None else name.removeprefix(kind.prefix)
+    if kind is None or not kind.is_path or is_url(path):
+        return name
+    return kind.prefix + os.path.abspath(os.path.expanduser(path))
 
 
 def is_dataset(name: str) -> bool:

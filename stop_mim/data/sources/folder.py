@@ -49,9 +49,9 @@ def open_folder(name: str, split: str) -> ImageSource:
     if not found:
         if photos := {kind: count for kind, count in ignored.items() if kind in UNREAD_PHOTOS}:
             found_instead = ", ".join(f"{count:,} {kind}" for kind, count in photos.items())
-            raise InputError(f"The folder {folder} holds no images, but {found_instead}: convert them to JPEG.")
+            raise InputError(f"The folder {folder} has no images, but {found_instead}: convert them to JPEG.")
         extensions = ", ".join(sorted(IMAGE_EXTENSIONS))
-        raise InputError(f"The folder {folder} holds no images: give one with files of the types {extensions}.")
+        raise InputError(f"The folder {folder} has no images: give one with files of the types {extensions}.")
     paths = sorted(found)
     at_top = next((path for path in paths if os.sep not in path), None)
     classes, class_names = (None, ()) if at_top else _classes(paths, folder, class_names)
@@ -164,7 +164,7 @@ def _classes(paths: list[str], folder: Path, class_names: tuple[str, ...]) -> tu
     positions = {name: position for position, name in enumerate(names)}
     if unknown := sorted(set(found) - set(names)):
         raise InputError(
-            f"The folder {folder / unknown[0]} is no class of the training split: rename it to one of the "
+            f"The folder {folder / unknown[0]} is not a class of the training split: rename it to one of the "
             f"{len(names)} classes there."
         )
     return np.array([positions[name] for name in found], dtype=np.int64), names

@@ -88,7 +88,7 @@ class TableSource(ImageSource):
             path = cell["path"].as_py() if is_struct and "path" in cell else None
             named = Path(path or "").resolve()
             if not any(named.is_relative_to(folder) for folder in self.folders) or not named.is_file():
-                raise OSError("the row holds no bytes of an image")
+                raise OSError("the row has no image bytes")
             return named.read_bytes()
         # A path may also contain a null byte, not be UTF-8, or be a loop of links.
         except (OSError, ValueError, RuntimeError) as error:

@@ -21,7 +21,7 @@ from stop_mim.errors import InputError, first_line
 from stop_mim.files import require_regular
 
 _SPLITS = ("train", "val")
-# Where the archives of Places205 put the lists and the images, and where people move them to.
+# Where the archives of Places205 put the lists and the images, and where users move them to.
 _PLACES205_LISTS = ("trainvalsplit_places205", ".")
 _PLACES205_IMAGES = ("data/vision/torralba/deeplearning/images256", "images256", ".")
 _PLACES205_CLASSES = 205
@@ -45,7 +45,7 @@ def open_clevr(name: str, split: str) -> ImageSource:
     if different := sorted(scenes.keys() ^ set(files)):
         raise InputError(
             f"{len(different)} images have no file in {images} or no scene in {scenes_path}, {different[0]!r} first: "
-            "unpack all images, and give the scenes of these images alone."
+            "unpack all images, and give the scenes of these images only."
         )
     labels: Labels = {
         "count": np.array([scenes[file][0] for file in files], dtype=np.int64),
@@ -90,7 +90,7 @@ def open_inaturalist(name: str, split: str) -> ImageSource:
     paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
     images = Path(name).expanduser() / "train_val2018"
     if not (images / paths[0]).is_file():
-        raise InputError(f"{images / paths[0]}, the first image of {path}, is not there: unpack the images there.")
+        raise InputError(f"{images / paths[0]}, the first image of {path}, is missing: unpack the images there.")
     labels = class_labels(np.array([label for _, label in pairs]))
     return FileSource(images, paths, name, labels, class_names, "inat18")
 
@@ -129,7 +129,7 @@ def _path_and_class(line: str, list_path: Path) -> tuple[str, int]:
 def _checked_paths(paths: Iterable[str], list_path: Path) -> list[str]:
     checked = [path.lstrip("/") for path in paths]
     for path in checked:
-        # Lone surrogates, which JSON may hold, are no file names.
+        # Lone surrogates, which JSON allows, cannot be in file names.
         valid = path and ".." not in path.split("/") and "\0" not in path and not re.search("[\ud800-\udfff]", path)
         if not valid:
             raise InputError(f"{list_path} names the image {path[:60]!r}: give paths within the folder of images.")

@@ -41,7 +41,7 @@ class ShardSource(FilesSource):
         self._members = np.concatenate([members for members, _ in indexes])
         self._places = np.concatenate([places for _, places in indexes])
         if not len(self._members):
-            raise InputError(f"The shards wds:{pattern} hold no images: give tar files with jpg, png or webp members.")
+            raise InputError(f"The shards wds:{pattern} have no images: give tar files with jpg, png or webp members.")
         counts, labels = [len(members) for members, _ in indexes], class_labels(self._places[:, 2])
         super().__init__(f"wds:{pattern}", files, counts, labels)
 
@@ -129,7 +129,7 @@ def _class(sample: dict[str, tarfile.TarInfo], file: BufferedIOBase, shown: str)
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{shown}#{member.name} holds {text[:20]!r}: a .cls is an integer, a .json is JSON."
+            f"{shown}#{member.name} contains {text[:20]!r}: write an integer into a .cls and valid JSON into a .json."
         ) from error
     label = fields.get("label") if isinstance(fields, dict) else None
     return label if isinstance(label, int) else -1

@@ -48,7 +48,7 @@ class HealthSigns:
 
 @dataclass(frozen=True)
 class Sign:
-    """One of the health signs: its key in metrics.jsonl, and what people read."""
+    """One of the health signs: its key in metrics.jsonl, and its texts for tables and charts."""
 
     key: str
     label: str
@@ -122,8 +122,8 @@ def find_symptoms(signs: HealthSigns, first: HealthSigns) -> dict[str, str]:
         )
     if signs.noise_to_signal > OVERWHELMING_NOISE:
         symptoms["noise"] = (
-            f"The noise is {signs.noise_to_signal:.3g} times as large as the positions, which masked tokens cannot see any "
-            "more. Lower positions.sigma."
+            f"The noise is {signs.noise_to_signal:.3g} times as large as the positions, which it hides from masked "
+            "tokens. Lower positions.sigma."
         )
     if signs.feature_std < COLLAPSED_STD or signs.rankme < COLLAPSED_RANK * signs.rank_limit:
         symptoms["features"] = (

@@ -24,7 +24,7 @@ from stop_mim.data.image_source import BadImages, ImageSource, common_size, dige
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.sources import open_source
-from stop_mim.data.stored import MixedSizes, Progress
+from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
 from stop_mim.models.accuracy import top_accuracy
 from stop_mim.models.encoder import Encoder, Images, evaluation_mode
@@ -68,7 +68,9 @@ def open_probe_data(name: str, label: str = "auto") -> ProbeData:
     contents = [train.fingerprint(times=False), test.fingerprint(times=False)]
     # A name without splits is the same data for each.
     if contents[0] == contents[1]:
-        raise InputError(f"probe.data is '{name}': it has no test split of its own; give a dataset with two splits.")
+        raise InputError(
+            f"probe.data is '{name}': its train and test splits are the same data; give a dataset with two splits."
+        )
     label = choose_label(train, label)
     if label not in test.labels:
         raise InputError(f"probe.data is '{name}': its test split has no label '{label}'; give one that has.")
@@ -114,26 +116,16 @@ def open_split(
 ) -> Batches:
     """Decode at most `most` images of a split, chosen by the seed; the train split is shuffled.
 
-    Images are stored through the view `stored`, unless all are smaller.
+    `stored` resizes images before they are stored, see `Placement.stored_view`.
     """
     chosen = torch.randperm(len(data), generator=seeded_generator("cpu", config.seed, "probe images", split))[:most]
     data, own_seed = data.part(chosen.sort().values.numpy()), derive_seed(config.seed, "probe")
     indices, size = data.indices, min(config.probe.batch_size, len(data))
     order = ShuffledOrder(indices, size, own_seed) if split == "train" else SequentialOrder(indices, size)
-    found, most_pixels = common_size(data.source, indices), math.prod(stored.size)
-    stored_view = None if found is not None and math.prod(found) <= most_pixels else stored
     file = None if bad_images_file is None else bad_images_file.with_suffix(f".probe-{split}.txt")
     bad_images = BadImages(data.source.name, len(data), file)
-
-    def stored_through(chosen: TestView | None) -> Batches:
-        placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), stored_view=chosen)
-        return Batches(data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress)
-
-    try:
-        return stored_through(stored_view)
-    except MixedSizes:
-        # `common_size` looks at some images only.
-        return stored_through(stored)
+    placement = Placement("resident", "cpu", min(MAX_WORKERS, os.cpu_count() or 1), stored_view=stored)
+    return Batches(data.source, order, view, placement, device, own_seed, data.labels, bad_images, progress)
 
 
 class OnlineProbe(nn.Module):

@@ -104,7 +104,7 @@ class ProgressDisplay:
             return
         try:
             self.console.print(escape(printable(text)), style=style, soft_wrap=True, highlight=False)
-        # rich ends the program where the reader of its output is gone.
+        # rich exits when the pipe of its output is closed.
         except (OSError, SystemExit):
             self._closed = True
             # SIGHUP makes a training save and end; under nohup, which ignores it, the training continues without output.
