@@ -35,7 +35,6 @@ def small():
             "flags": torch.tensor([True, False]),
             "odd": torch.tensor([float("inf"), -0.0, float("nan"), 1e-42]),
             "view": torch.arange(12.0).reshape(3, 4).T,
-            "empty": torch.zeros(0, 3, dtype=torch.uint8),
         },
         STATE,
     )
