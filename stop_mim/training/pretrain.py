@@ -111,6 +111,7 @@ def prepare(
 
     `saved_run` identifies the run in the checkpoint that is resumed: its settings, data and number of processes.
     """
+    # A message about a stuck process goes to the log of the run, too.
     watch.tell = folder.log
     if saved_run is not None:
         config = load_as_before(config, saved_run, ranks.device)
