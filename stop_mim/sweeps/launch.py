@@ -40,7 +40,7 @@ def run_job(
     environment: Mapping[str, str],
     running: list["subprocess.Popen[bytes]"] | None = None,
 ) -> str | None:
-    """Train and evaluate one run; return why it failed, or None if it finished or was interrupted.
+    """Run what is left of training and evaluating a run; return why it failed, or None if it finished or was interrupted.
 
     Each process is added to `running`.
     """
@@ -50,7 +50,7 @@ def run_job(
         # Files of a process that was killed before its first step.
         shutil.rmtree(job.folder, ignore_errors=True)
     before = _status(job.folder)
-    for arguments in (job.training, job.evaluation):
+    for arguments in job.commands:
         if stop:
             return None
         with log.open("ab") as output:

@@ -21,6 +21,8 @@ from stop_mim.training.recipes import find_recipe
 
 PLAN_FILE, SCORES_FILE = "sweep.json", "scores.json"
 FORMAT = "stop-mim sweep 2"
+# How the probes of --transfer are fitted.
+TRANSFER_PROBE = ("--task", "linear", "--linear.standardise", "True", "--linear.layers", "1")
 # Groups of fields that do not change results.
 WITHOUT_EFFECT = ("speed.", "log.", "checkpoint.")
 
@@ -46,6 +48,8 @@ class SweepConfig(Checked):
     """Test images of the probes; default: the test split of the labelled images, or a fifth of them."""
     low_shot_list: Path | None = None
     """Text file with the names of the few labelled images (imagenet: the published 1%); default: drawn at random."""
+    transfer: tuple[str, ...] = ()
+    """Other labelled data for linear probes, as NAME=DATA, such as scenes=scenes:count=8000,size=64; scores are NAME/…."""
     seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO)] = (0, 1, 2)
     """Seeds of each variant; use at least three to compare variants."""
     variants: tuple[str, ...] = ()
@@ -67,18 +71,26 @@ class SweepConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("seeds", len({*self.seeds}) == len(self.seeds), "give every seed once")
+        named = all(re.fullmatch(r"[\w-]+=.+", text) for text in self.transfer)
+        self.require("transfer", named and len(self.transfers) == len(self.transfer), "give NAME=DATA, each NAME once")
+
+    @property
+    def transfers(self) -> dict[str, str]:
+        """The data of --transfer by name."""
+        return {name: data for name, _, data in (text.partition("=") for text in self.transfer)}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: a training, then an evaluation, each as the arguments of an ordinary command."""
+    """One run of a sweep: a training, then evaluations, each as the arguments of an ordinary command."""
 
     variant: str
     seed: int
     folder: Path
     pretrain: tuple[str, ...]
     resume: tuple[str, ...]
-    evaluation: tuple[str, ...]
+    evaluations: dict[str, tuple[str, ...]]
+    """By the file in the run's directory that holds the scores."""
 
     @property
     def name(self) -> str:
@@ -88,7 +100,13 @@ class Job:
     @property
     def finished(self) -> bool:
         """Whether the run is trained and evaluated."""
-        return (self.folder / SCORES_FILE).exists()
+        return all((self.folder / file).exists() for file in self.evaluations)
+
+    @property
+    def commands(self) -> list[tuple[str, ...]]:
+        """The commands that are left, in order; a run with any scores is trained."""
+        left = [command for file, command in self.evaluations.items() if not (self.folder / file).exists()]
+        return left if len(left) < len(self.evaluations) else [self.training, *left]
 
     @property
     def training(self) -> tuple[str, ...]:
@@ -133,14 +151,19 @@ class Plan:
         # The recipe's warm-up is given too where it would follow the epochs.
         changed |= changes(run, following(default, changed))
         fast = as_flags({path: value for path, value in changed.items() if path.startswith("speed.")}, run)
-        files = ("--untrained", "no", "--json", str(folder / SCORES_FILE))
+        probes = {SCORES_FILE: self.evaluate}
+        for name, data in self.options.transfers.items():
+            probes[transfer_file(name)] = (*TRANSFER_PROBE, "--data", data)
         return Job(
             variant,
             seed,
             folder,
             pretrain=("pretrain", self.recipe, *compat_flag(self.options), *as_flags(changed, run)),
             resume=("resume", str(folder), *fast),
-            evaluation=("evaluate", str(folder), *self.evaluate, *fast, *files),
+            evaluations={
+                file: ("evaluate", str(folder), *probe, *fast, "--untrained", "no", "--json", str(folder / file))
+                for file, probe in probes.items()
+            },
         )
 
     def document(self) -> dict[str, Any]:
@@ -181,6 +204,11 @@ def runs_by_seed(folder: Path) -> dict[int, Path]:
     """Return the runs in the directory of a variant, in the order of their seeds; a copy such as seed-0.old is not one."""
     found = {int(name[1]): run for run in folder.glob("seed-*") if (name := re.fullmatch(r"seed-(\d+)", run.name))}
     return dict(sorted(found.items()))
+
+
+def transfer_file(name: str) -> str:
+    """Return the file of a run's scores on the data of --transfer of this name."""
+    return f"scores-{name}.json"
 
 
 def base_config(config: SweepConfig) -> TrainConfig:

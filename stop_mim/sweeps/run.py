@@ -53,7 +53,7 @@ def run_sweep(
     # Data that cannot be opened are refused before hours are spent on training.
     if config.low_shot_list is not None:
         config.low_shot_list.read_text()
-    for data in filter(None, {plan.base.data, config.probe_data}):
+    for data in filter(None, {plan.base.data, config.probe_data, *config.transfers.values()}):
         open_source(data)
     plan.out.mkdir(parents=True, exist_ok=True)
     with locked(plan.out / LOCK_FILE) as ours:
@@ -119,7 +119,7 @@ def show_grid(plan: Plan, console: Console) -> None:
     console.print(Table(title, ["variant", "changes", "finished"], rows, names=2))
     left = due(plan)
     for job in left:
-        for arguments in (job.training, job.evaluation):
+        for arguments in job.commands:
             say(console, f"stop-mim {shlex.join(arguments)}")
     if not left:
         say(console, "All runs are done: the same command without --dry-run prints the tables.")

@@ -14,7 +14,7 @@ from scipy import stats
 from stop_mim.files import write_atomically
 from stop_mim.records import write_json
 from stop_mim.results import read_results
-from stop_mim.sweeps.plan import SCORES_FILE, Plan, runs_by_seed
+from stop_mim.sweeps.plan import SCORES_FILE, Plan, runs_by_seed, transfer_file
 from stop_mim.tables import Table, say, write_tables
 from stop_mim.training.callbacks.health import SIGNS, signs_in
 from stop_mim.training.run_folder import read_metrics
@@ -118,6 +118,8 @@ class Summary:
     unfinished: list[str]
     interrupted_by: str | None = None
     """The signal that stopped the sweep."""
+    transferred: frozenset[str] = frozenset()
+    """Names of the scores on the data of --transfer."""
 
     @property
     def has_baseline(self) -> bool:
@@ -127,7 +129,9 @@ class Summary:
     def shown(self) -> list[str]:
         """Return the names of the scores that tables show."""
         found = dict.fromkeys(name for row in self.scores.values() for name in row)
-        return [name for name in self.plan.shown if name in found] or list(found)
+        own = [name for name in found if name not in self.transferred]
+        chosen = [name for name in self.plan.shown if name in own] or own
+        return chosen + [name for name in found if name in self.transferred]
 
     def columns(self) -> dict[str, dict[str, Number]]:
         """Return what tables show: the heading of each column, and its numbers by variant."""
@@ -145,13 +149,22 @@ def _column(rows: Numbers, name: str) -> dict[str, Number]:
     return {variant: row[name] for variant, row in rows.items() if name in row}
 
 
-def read_scores(run: Path) -> dict[str, float]:
-    """Return the headline scores of a run's evaluation by name."""
+def read_scores(file: Path) -> dict[str, float]:
+    """Return the headline scores of a run's evaluation by name; none without the file."""
     return {
         evaluation.name_of(score): score.value
-        for evaluation in read_results(run / SCORES_FILE)
+        for evaluation in read_results(file)
         for score in evaluation.scores
         if score.headline
+    }
+
+
+def read_transfer(run: Path, plan: Plan) -> dict[str, float]:
+    """Return the scores of a run on the data of --transfer, by names that begin with the data's."""
+    return {
+        f"{name}/{score}": value
+        for name in plan.options.transfers
+        for score, value in read_scores(run / transfer_file(name)).items()
     }
 
 
@@ -162,16 +175,20 @@ def read_health(run: Path) -> dict[str, float]:
 
 def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None = None) -> Summary:
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
-    scores, health = Values(), Values()
+    scores, health, transferred = Values(), Values(), set[str]()
     for variant in plan.variants:
         runs = runs_by_seed(plan.out / variant)
         seeds = {seed: run for seed, run in runs.items() if (run / SCORES_FILE).exists()}
         if seeds or variant in plan.chosen:
-            scores[variant] = {seed: read_scores(run) for seed, run in seeds.items()}
+            scores[variant] = {seed: read_scores(run / SCORES_FILE) for seed, run in seeds.items()}
+            for seed, run in seeds.items():
+                others = read_transfer(run, plan)
+                scores[variant][seed] |= others
+                transferred |= others.keys()
             health[variant] = {seed: read_health(run) for seed, run in seeds.items()}
     unfinished = [job.name for job in plan.jobs if not job.finished and job.name not in failed]
     numbers = compare(scores, plan.baseline), compare(health, plan.baseline)
-    return Summary(plan, *numbers, dict(failed), unfinished, interrupted_by)
+    return Summary(plan, *numbers, dict(failed), unfinished, interrupted_by, frozenset(transferred))
 
 
 def as_json(summary: Summary) -> dict[str, Any]:

@@ -26,6 +26,8 @@ TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
         ({"probe_data": "x"}, "--probe-data"),
         ({"scale": "tiny-imagenet"}, "add --data"),
         ({"recipe": "mae-tiny"}, "'mae-tiny'"),
+        ({"transfer": ("scenes:count=32",)}, "scenes:count=32"),
+        ({"transfer": ("a=scenes", "a=photos")}, "a=photos"),
     ],
 )
 @pytest.mark.usefixtures("mini")
@@ -55,7 +57,7 @@ def test_jobs_are_ordinary_commands_seed_by_seed():
         assert command[place : place + 2] == option
     run, scores = "out/fixed/seed-5", "out/fixed/seed-5/scores.json"
     evaluation = ("evaluate", run, "--data", "scenes", "--speed.device", "cpu", "--untrained", "no", "--json", scores)
-    assert jobs[2].evaluation == evaluation
+    assert jobs[2].evaluations == {"scores.json": evaluation}
     Path(run).mkdir(parents=True)
     Path(run, "config.json").touch()
     assert jobs[2].training == ("resume", run, "--speed.device", "cpu")

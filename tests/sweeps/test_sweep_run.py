@@ -49,6 +49,24 @@ def test_failed_runs_are_named_and_retried_on_demand(stand_in, console):
     assert again.scores["noisy"]["linear/top1"].difference.pairs == 2
 
 
+def test_data_of_transfer_are_scored_too_also_after_the_training(stand_in, console):
+    run_sweep("mini", mini_config(), console=console)
+    assert len(stand_in()) == 8, "four trainings, four evaluations"
+    given = mini_config(transfer=("rendered=scenes:count=32,size=32",))
+    result = run_sweep("mini", given, console=console)
+    assert len(stand_in()) == 12, "nothing is trained again"
+    assert result.shown() == ["linear/top1", "rendered/linear/top1"]
+    assert result.scores["noisy"]["rendered/linear/top1"].by_seed == {0: 5.0, 1: 6.0}
+    Path("out/noisy/seed-1/scores-rendered.json").unlink()
+    assert run_sweep("mini", replace(given, dry_run=True), console=console) is None
+    assert (
+        "--data scenes:count=32,size=32 --untrained no --json out/noisy/seed-1/scores-rendered.json"
+        in console.file.getvalue()
+    )
+    with pytest.raises(InputError, match="nowhere"):
+        run_sweep("mini", mini_config(transfer=("x=nowhere",)), console=console)
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_the_reason_of_a_failed_training_is_the_one_in_its_status(console):
     Path("order-seed-0").write_text("diverge")
