@@ -2,11 +2,12 @@
 
 import json
 import re
+import zlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each, check_effects
 from stop_mim.errors import InputError
@@ -49,7 +50,7 @@ class SweepConfig(Checked):
     low_shot_list: Path | None = None
     """Text file with the names of the few labelled images (imagenet: the published 1%); default: drawn at random."""
     transfer: tuple[str, ...] = ()
-    """Other labelled data for linear probes, as NAME=DATA, such as scenes=scenes:count=8000,size=64; scores are NAME/…."""
+    """Other labelled data, each as NAME=DATA, such as scenes=scenes:count=8000,size=64: a linear probe of every run."""
     seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO)] = (0, 1, 2)
     """Seeds of each variant; use at least three to compare variants."""
     variants: tuple[str, ...] = ()
@@ -78,6 +79,14 @@ class SweepConfig(Checked):
     def transfers(self) -> dict[str, str]:
         """The data of --transfer by name."""
         return {name: data for name, _, data in (text.partition("=") for text in self.transfer)}
+
+
+class Probe(NamedTuple):
+    """How each run is evaluated: the file of the scores, the options of `evaluate`, and how names of scores begin."""
+
+    file: str
+    options: tuple[str, ...]
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,16 @@ class Plan:
         return with_overrides(self.base, self.variants[variant])
 
     @cached_property
+    def probes(self) -> list[Probe]:
+        """The scale's evaluation, then those on the data of --transfer."""
+        found = [Probe(SCORES_FILE, self.evaluate)]
+        for name, data in self.options.transfers.items():
+            # Scores on other data of the same name are not taken for these.
+            file = f"scores-{name}-{zlib.crc32(data.encode()):08x}.json"
+            found.append(Probe(file, (*TRANSFER_PROBE, "--data", data), f"{name}/"))
+        return found
+
+    @cached_property
     def jobs(self) -> list[Job]:
         """The runs that are asked for, seed by seed, so that a sweep that is stopped has complete seeds."""
         return [self._job(variant, seed) for seed in self.options.seeds for variant in self.chosen]
@@ -151,9 +170,7 @@ class Plan:
         # The recipe's warm-up is given too where it would follow the epochs.
         changed |= changes(run, following(default, changed))
         fast = as_flags({path: value for path, value in changed.items() if path.startswith("speed.")}, run)
-        probes = {SCORES_FILE: self.evaluate}
-        for name, data in self.options.transfers.items():
-            probes[transfer_file(name)] = (*TRANSFER_PROBE, "--data", data)
+        files = ("--untrained", "no", "--json")
         return Job(
             variant,
             seed,
@@ -161,8 +178,8 @@ class Plan:
             pretrain=("pretrain", self.recipe, *compat_flag(self.options), *as_flags(changed, run)),
             resume=("resume", str(folder), *fast),
             evaluations={
-                file: ("evaluate", str(folder), *probe, *fast, "--untrained", "no", "--json", str(folder / file))
-                for file, probe in probes.items()
+                probe.file: ("evaluate", str(folder), *probe.options, *fast, *files, str(folder / probe.file))
+                for probe in self.probes
             },
         )
 
@@ -204,11 +221,6 @@ def runs_by_seed(folder: Path) -> dict[int, Path]:
     """Return the runs in the directory of a variant, in the order of their seeds; a copy such as seed-0.old is not one."""
     found = {int(name[1]): run for run in folder.glob("seed-*") if (name := re.fullmatch(r"seed-(\d+)", run.name))}
     return dict(sorted(found.items()))
-
-
-def transfer_file(name: str) -> str:
-    """Return the file of a run's scores on the data of --transfer of this name."""
-    return f"scores-{name}.json"
 
 
 def base_config(config: SweepConfig) -> TrainConfig:

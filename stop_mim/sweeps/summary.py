@@ -14,7 +14,7 @@ from scipy import stats
 from stop_mim.files import write_atomically
 from stop_mim.records import write_json
 from stop_mim.results import read_results
-from stop_mim.sweeps.plan import SCORES_FILE, Plan, runs_by_seed, transfer_file
+from stop_mim.sweeps.plan import SCORES_FILE, Plan, Probe, runs_by_seed
 from stop_mim.tables import Table, say, write_tables
 from stop_mim.training.callbacks.health import SIGNS, signs_in
 from stop_mim.training.run_folder import read_metrics
@@ -149,22 +149,13 @@ def _column(rows: Numbers, name: str) -> dict[str, Number]:
     return {variant: row[name] for variant, row in rows.items() if name in row}
 
 
-def read_scores(file: Path) -> dict[str, float]:
-    """Return the headline scores of a run's evaluation by name; none without the file."""
+def read_scores(run: Path, probe: Probe) -> dict[str, float]:
+    """Return the headline scores of a run by name; none if it has not been evaluated by this probe."""
     return {
-        evaluation.name_of(score): score.value
-        for evaluation in read_results(file)
+        probe.prefix + evaluation.name_of(score): score.value
+        for evaluation in read_results(run / probe.file)
         for score in evaluation.scores
         if score.headline
-    }
-
-
-def read_transfer(run: Path, plan: Plan) -> dict[str, float]:
-    """Return the scores of a run on the data of --transfer, by names that begin with the data's."""
-    return {
-        f"{name}/{score}": value
-        for name in plan.options.transfers
-        for score, value in read_scores(run / transfer_file(name)).items()
     }
 
 
@@ -176,15 +167,17 @@ def read_health(run: Path) -> dict[str, float]:
 def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None = None) -> Summary:
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
     scores, health, transferred = Values(), Values(), set[str]()
+    own, *others = plan.probes
     for variant in plan.variants:
         runs = runs_by_seed(plan.out / variant)
         seeds = {seed: run for seed, run in runs.items() if (run / SCORES_FILE).exists()}
         if seeds or variant in plan.chosen:
-            scores[variant] = {seed: read_scores(run / SCORES_FILE) for seed, run in seeds.items()}
-            for seed, run in seeds.items():
-                others = read_transfer(run, plan)
-                scores[variant][seed] |= others
-                transferred |= others.keys()
+            scores[variant] = {seed: read_scores(run, own) for seed, run in seeds.items()}
+            for probe in others:
+                for seed, run in seeds.items():
+                    found = read_scores(run, probe)
+                    scores[variant][seed] |= found
+                    transferred |= found.keys()
             health[variant] = {seed: read_health(run) for seed, run in seeds.items()}
     unfinished = [job.name for job in plan.jobs if not job.finished and job.name not in failed]
     numbers = compare(scores, plan.baseline), compare(health, plan.baseline)

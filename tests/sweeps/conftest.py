@@ -73,8 +73,9 @@ def stand_in(mini, monkeypatch, tmp_path):
     return lambda: sorted(commands.read_text().splitlines()) if commands.exists() else []
 
 
-def _read_scores(file):
-    return {"linear/top1": float(json.loads(file.read_text())["scores"])} if file.exists() else {}
+def _read_scores(run, probe):
+    file = run / probe.file
+    return {f"{probe.prefix}linear/top1": float(json.loads(file.read_text())["scores"])} if file.exists() else {}
 
 
 @pytest.fixture
