@@ -10,6 +10,7 @@ import rich.table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.text import Text
 
 from stop_mim.errors import InputError, printable
 from stop_mim.files import write_atomically
@@ -36,12 +37,10 @@ class Table:
     names: int = 1
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the table; on a narrow screen as several tables, with the names in each."""
-        groups = self._columns_that_fit(options.max_width)
-        for group in groups:
-            note = self.note if group is groups[-1] else ""
-            table = rich.table.Table(title_justify="left", caption_justify="left")
-            table.title, table.caption = escape(self.caption), escape(note) or None
+        """Yield the caption, the table and the note; a wide table is several tables, with the names in each."""
+        yield Text(self.caption, style="table.title")
+        for group in self._columns_that_fit(options.max_width):
+            table = rich.table.Table()
             for number in group:
                 # Names are folded, numbers never.
                 named = number < self.names
@@ -52,9 +51,16 @@ class Table:
             for row in self.rows:
                 table.add_row(*(escape(row[number]) for number in group))
             yield table
+        if self.note:
+            yield Text(self.note, style="table.caption")
 
     def _columns_that_fit(self, width: int) -> list[list[int]]:
-        """Return the columns of each table, names included; a column takes three cells more than its text."""
+        """Return the columns of each table, names included: as few tables as possible, of about the same width."""
+        fewest = len(self._split(width))
+        return next(groups for limit in range(width + 1) if len(groups := self._split(limit)) == fewest)
+
+    def _split(self, width: int) -> list[list[int]]:
+        """Return the columns of tables of at most this width; a column takes three cells more than its text."""
         names = list(range(self.names))
         used = 1 + sum(3 + min(NAME_WIDTH, self._width(number)) for number in names)
         groups, left = [list(names)], width - used

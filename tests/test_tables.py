@@ -33,14 +33,14 @@ def test_other_forms_are_refused(tmp_path):
 
 
 def test_a_table_wider_than_the_screen_is_split_with_its_names_in_each_part():
-    table = Table("Scores", ["variant", *"abc"], [["stochastic", *["+0.75 [-2.43, +3.93]"] * 3]], "A note.")
-    console = Console(file=io.StringIO(), width=64)
+    table = Table("Scores", ["variant", *"abcd"], [["stochastic", *["+0.75 [-2.43, +3.93]"] * 4]], "A note.")
+    console = Console(file=io.StringIO(), width=90)
     console.print(table)
     text = console.file.getvalue()
-    assert max(map(len, text.splitlines())) <= 64
-    assert text.count("+0.75 [-2.43, +3.93]") == 3
-    assert text.count("stochastic") == text.count("Scores") == 2
-    assert text.count("A note.") == 1
+    rows = [line.count("+0.75 [-2.43, +3.93]") for line in text.splitlines() if "stochastic" in line]
+    assert rows == [2, 2], "three columns would fit, but the parts are of about the same width"
+    assert max(map(len, text.splitlines())) <= 90
+    assert text.count("Scores") == text.count("A note.") == 1
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.4213, "0.421"), (12.34, "12.3"), (1234.5, "1,234"), (29_150, "29,150")])

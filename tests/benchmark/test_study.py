@@ -1,0 +1,144 @@
+"""benchmarks/study.py: the commands of docs/experiments.md are run as they stand there, and are accepted."""
+
+import importlib
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stop_mim import cli
+from stop_mim.registry import load_plugins
+from stop_mim.sweeps.grid import SWEEPS
+from stop_mim.sweeps.plan import make_plan
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def study(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("study")
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Return a folder with the labels of 100 classes; the images are empty."""
+    for name, count in (("train", 150), ("val", 1)):
+        labels = np.repeat(np.arange(100), count)
+        table = pa.table(
+            {"image": [{"bytes": b"", "path": str(number)} for number in range(len(labels))], "label": labels}
+        )
+        (tmp_path / "data").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / "data" / f"{name}.parquet")
+    return tmp_path / "data"
+
+
+PAGE = """# Log
+
+```python
+# split.py
+open("few.parquet", "w").write("split once")
+```
+
+## 1. One
+
+**Command**; `mine.py`:
+
+```python
+# mine.py
+DEPTH = 3
+```
+
+```
+stop-mim sweep mine --out "a folder" \\
+    --epochs 2
+stop-mim evaluate runs/one
+```
+
+## 2. Two
+
+Needs commit 1234abc.
+
+```
+stop-mim sweep two
+```
+
+## 3. Three
+
+Nothing to run.
+"""
+
+
+@pytest.fixture
+def small(study, tmp_path, monkeypatch):
+    (tmp_path / "page.md").write_text(PAGE)
+    monkeypatch.setattr(study, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(study, "PROGRAM", ("echo", "ran"))
+    return study
+
+
+def test_commands_run_beside_their_data_and_modules(small, images, tmp_path, capfd):
+    given = ["1", "--data", str(images), "--out", str(tmp_path / "runs"), "--seeds", "4", "5"]
+    assert small.main(given) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "ran sweep mine --out a folder --epochs 2 --seeds 4 5",
+        "ran evaluate runs/one",
+    ]
+    folder = tmp_path / "runs" / "experiment-1"
+    assert (folder / "mine.py").read_text() == "# mine.py\nDEPTH = 3\n"
+    assert (folder / "train.parquet").resolve() == images / "train.parquet"
+    (tmp_path / "runs" / "images" / "few.parquet").write_text("kept")
+    small.main(given)
+    assert (folder / "few.parquet").read_text() == "kept", "the images are not split again"
+
+
+def test_a_command_that_fails_ends_the_experiment(small, images, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(small, "PROGRAM", ("false",))
+    assert small.main(["1", "--data", str(images), "--out", str(tmp_path)]) == 1
+    assert "evaluate" not in capfd.readouterr().err.partition("+ stop-mim")[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [("2", "commit 1234abc"), ("3", "choose from 1, 2"), ("1 --data nowhere", "nowhere")]
+)
+def test_what_cannot_be_run_is_refused(small, images, tmp_path, given, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        small.main(["--data", str(images), "--out", str(tmp_path / "runs"), *given.split()])
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_command_of_the_log_is_accepted(study, images, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(study, "PROGRAM", ("echo", "ran"))
+    monkeypatch.setattr("stop_mim.training.pretrain.train", lambda *_, **__: ran.append("pretrain"))
+    monkeypatch.setattr("stop_mim.evaluation.evaluate.evaluate", lambda *_: ran.append("evaluate"))
+    monkeypatch.setattr(cli, "_report_end", lambda _: None)
+    monkeypatch.setattr("stop_mim.sweeps.run.run_sweep", lambda *given, axes: ran.append(make_plan(*given, axes=axes)))
+    monkeypatch.setattr(cli, "_require_paths", lambda *_: None)
+    known, ran = {*SWEEPS}, []
+    texts = study.experiments(study.PAGE.read_text())
+    runnable = [number for number, text in texts.items() if number and "Needs commit" not in text]
+    assert runnable == [number for number in range(1, max(texts) + 1) if number not in (7, 9)]
+    for number in runnable:
+        ran.clear()
+        folder = tmp_path / f"experiment-{number}"
+        assert study.main([str(number), "--data", str(images), "--out", str(tmp_path)]) == 0
+        commands = [shlex.split(line)[1:] for line in capfd.readouterr().out.splitlines()]
+        monkeypatch.chdir(folder)
+        with monkeypatch.context() as plugins:
+            plugins.syspath_prepend(folder)
+            plugins.setenv(
+                "STOP_MIM_PLUGINS", ",".join(file.stem for file in folder.glob("*.py") if file.stem != "split")
+            )
+            load_plugins()
+            for command in commands:
+                monkeypatch.setattr(sys, "argv", ["stop-mim", *command])
+                cli.main()
+        assert len(ran) == len(commands) > 0
+    for name in {*SWEEPS} - known:
+        del SWEEPS._entries[name]
