@@ -157,5 +157,7 @@ def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
     """Return how many bytes of images may stay in the memory of this device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * RESIDENT_PART_OF_GPU)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # macOS does not tell how much memory is available.
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     return int(available * RESIDENT_PART_OF_HOST / processes_on_host)

@@ -203,8 +203,12 @@ def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
         monkeypatch.setattr(batches_module, "resident_budget", lambda device, processes, budget=budget: budget)
         assert make(one, order=some).choices == {"loader": mode, "decode": "cpu"}
     monkeypatch.undo()
-    monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
-    assert resident_budget(CPU, processes_on_host=4) == 1000 * 4096 // 16
+    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        values = {pages: 1000, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr("os.sysconf", values.__getitem__)
+        # macOS has SC_PHYS_PAGES alone.
+        monkeypatch.setattr("os.sysconf_names", values)
+        assert resident_budget(CPU, processes_on_host=4) == 1000 * 4096 // 16
 
 
 def test_one_pass_is_resident_only_where_images_are_decoded_already(monkeypatch):

@@ -165,7 +165,8 @@ class Finetune(TrainingTask):
     def results(self, training: "FinetuneTraining") -> Iterator[Score]:
         (values,), images = training.score(self.data.test)
         for top, value in zip(TOP, values, strict=True):
-            yield accuracy(top, value, images, variant=self.variant(), headline=top == 1)
+            if top < self.data.classes:
+                yield accuracy(top, value, images, variant=self.variant(), headline=top == 1)
         yield Score("train_loss", training.train_loss, variant=self.variant(), unit="")
 
 

@@ -65,7 +65,8 @@ class LinearSGD(TrainingTask):
         def scores(number: int, layers: int | None, variant: dict[str, Scalar]) -> Iterator[Score]:
             yield Score("held_out_top1", held_out[number][0], layers, variant)
             for top, value in zip(TOP, tested[number], strict=True):
-                yield accuracy(top, value, images, layers, variant, layers is None and top == 1)
+                if top < self.data.classes:
+                    yield accuracy(top, value, images, layers, variant, layers is None and top == 1)
 
         def best(numbers: Iterable[int]) -> int:
             return max(numbers, key=lambda number: held_out[number][0])
