@@ -92,9 +92,9 @@ def stop_tiny_imagenet() -> TrainConfig:
     stop-mim pretrain stop-tiny-imagenet --data tiny-imagenet/train.parquet
     100 classes (50,000 images), one H200, 29,000 images/s: eight minutes. Fixed positions (ijepa-tiny-imagenet): linear probe
     44.0, 20-NN 34.4, five labels a class 18.2 (one seed, 2026-11-16). StoP was run for 54 epochs of 45,000 images: 38.8, 29.0
-    and 12.5; fixed positions had 38.5, 28.6 and 13.0 then. Other models in nine minutes (one seed, 2026-11-18, docs/experiments.md): StoP with
-    --encoder.patch-size 4 --optim.epochs 100: 43.3 and 31.6; fixed positions with --encoder.size base --predictor.width 384
-    --augment.crop-scale 0.2 1 --optim.epochs 130: 45.1 and 33.6.
+    and 12.5; fixed positions had 38.5, 28.6 and 13.0 then. Other models in nine minutes (one seed, 2026-11-18,
+    docs/experiments.md): StoP with --encoder.patch-size 4 --optim.epochs 100: 43.3 and 31.6; fixed positions with
+    --encoder.size base --predictor.width 384 --augment.crop-scale 0.2 1 --optim.epochs 130: 45.1 and 33.6.
     """
     return TrainConfig(
         data="",
@@ -289,8 +289,8 @@ def mae_tiny_imagenet() -> TrainConfig:
     """MAE, ViT-S/8 on 64x64 images, decoder 4x192: the data, encoder and length of stop-tiny-imagenet.
 
     stop-mim pretrain mae-tiny-imagenet --data tiny-imagenet/train.parquet
-    One H200, 20 epochs instead of 280, 45,000 images: linear probe 31.5, 20-NN 18.3; with StoP (stop-mae-tiny-imagenet) 31.8 and
-    18.3 (three seeds, 2026-11-18, docs/experiments.md). This recipe has not been run in full.
+    One H200, 20 epochs instead of 280, 45,000 images: linear probe 31.5, 20-NN 18.3; with StoP (stop-mae-tiny-imagenet) 31.8
+    and 18.3 (three seeds, 2026-11-18, docs/experiments.md). This recipe has not been run in full.
     """
     config = stop_tiny_imagenet()
     optim = replace(config.optim, weight_decay=0.05, final_weight_decay=0.05, betas=(0.9, 0.95))
