@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, normalize, resize, to_tensor
 
@@ -161,3 +161,15 @@ def test_the_transform_is_torchvisions_and_stays_with_the_file(encoder, tmp_path
     again.image_size = (32, 32)
     cut = center_crop(resize(image, resized, InterpolationMode(preprocessing.interpolation)), [32, 32])
     torch.testing.assert_close(again.transform(image), normalize(to_tensor(cut), encoder.mean, encoder.std))
+
+
+def test_the_transform_takes_what_training_takes(encoder):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8))
+    upright = encoder.transform(image)
+    turned = image.transpose(Image.Transpose.ROTATE_90)
+    turned.getexif()[ExifTags.Base.Orientation] = 6
+    assert torch.equal(encoder.transform(turned), upright)
+    assert torch.equal(encoder.transform(image.convert("RGBA")), upright)
+    grey = encoder.transform(image.convert("L").convert("RGB"))
+    assert torch.equal(encoder.transform(image.convert("L")), grey)
+    assert encoder.transform(image.convert("CMYK")).shape == (3, 32, 48)
