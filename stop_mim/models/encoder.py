@@ -231,6 +231,8 @@ def create_encoder(
     initialisation: Initialisation = "scaled",
 ) -> Encoder:
     """Create an encoder without class token, with fixed sine-cosine positions; see `initialise_transformer` for its weights."""
+    if not isinstance(size, Dimensions) and size not in SIZES:
+        raise InputError(f"The encoder's size is '{size}': choose one of {', '.join(SIZES)}.")
     dimensions = size if isinstance(size, Dimensions) else SIZES[size]
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     if patch_size < 1 or height % patch_size or width % patch_size or min(height, width) < 1:

@@ -1,5 +1,6 @@
 """The encoder is a timm model: what is trained here must give the same numbers there."""
 
+import inspect
 import math
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_timms_models_with_their_class_token():
 
 def test_what_timm_does_not_have_is_named():
     for name, words in [
-        ("vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224'"),
+        ("vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224': .* vit_small_patch16_224"),
         ("resnet18", "not a plain Vision Transformer"),
     ]:
         with pytest.raises(InputError, match=words):
@@ -173,3 +174,11 @@ def test_the_transform_takes_what_training_takes(encoder):
     grey = encoder.transform(image.convert("L").convert("RGB"))
     assert torch.equal(encoder.transform(image.convert("L")), grey)
     assert encoder.transform(image.convert("CMYK")).shape == (3, 32, 48)
+
+
+def test_an_encoder_that_could_not_be_made_or_loaded_again_is_refused(encoder, tmp_path):
+    with pytest.raises(InputError, match="'teeny'"):
+        inspect.unwrap(create_encoder)("teeny")  # Without the check of types.
+    with pytest.raises(InputError, match=r"encoder\.pth"):
+        save_encoder(encoder, tmp_path / "encoder.pth")
+    assert not list(tmp_path.iterdir())
