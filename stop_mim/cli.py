@@ -59,7 +59,7 @@ NAMED: dict[str, Registry[Any]] = {"pretrain": RECIPES, "bench": RECIPES, "plan"
 REMEDIES = {
     errno.ENOENT: "check the path",
     errno.EACCES: "check the permissions, or choose another path",
-    errno.EROFS: "choose another path",
+    **dict.fromkeys((errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), "choose another path"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space, or choose another path"),
 }
 
@@ -521,7 +521,11 @@ def _require_paths(kind: str, *names: str) -> None:
             continue
         others = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, others, n=1)
-        remedy = f"did you mean '{path.parent / close[0]}'?" if close else "check the path."
+        remedy = "check the path."
+        if close:
+            remedy = f"did you mean '{path.parent / close[0]}'?"
+        elif kind == "encoder":
+            remedy = "check the path, or write timm:NAME or hf:NAME for a model of timm or of Hugging Face."
         raise InputError(f"There is no {kind} '{name}': {remedy}")
 
 

@@ -75,6 +75,8 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
         remedy = "--help shows what can be given."
         if name.lower() in ("true", "false"):
             remedy = "a switch takes no value; --log.no-tensorboard turns one off."
+        elif Path(name).is_dir():
+            remedy = "write the option before it, such as --data."
         elif "." in name:
             remedy = "write patterns such as 'train-*.parquet' in quotes, or see --help."
         raise InputError(f"'{name}' is not expected: {remedy}")

@@ -261,8 +261,11 @@ def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation
     alone = [one.encoder_and_pool for one in evaluations if [one.encoder] == shown]
     about = f" of {alone[0]}" if alone else ""
     caption = f"Test scores{about}" + (f" on {evaluations[0].data}" if evaluations else "")
-    note = "±: standard deviation over draws; chance: always the most frequent class."
-    return Table(caption, head, [row for group in rows.values() for row in group], note, names=len(head) - 4)
+    cells = [row for group in rows.values() for row in group]
+    notes = ["±: standard deviation over draws"] if any(row[-3].startswith("±") for row in cells) else []
+    notes += ["chance: always the most frequent class"] if any(row[-1] != UNKNOWN for row in cells) else []
+    note = f"{'; '.join(notes)}." if notes else ""
+    return Table(caption, head, cells, note, names=len(head) - 4)
 
 
 def untrained_score(evaluation: Evaluation, score: Score, known: Sequence[Evaluation]) -> Score | None:

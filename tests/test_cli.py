@@ -125,6 +125,8 @@ for line in {lines}:
         (["pretrain", "demo", "--lr", "1"], "--lr: did you mean --optim.lr?"),
         (["pretrain", "demo", "more"], "'more'"),
         (["pretrain", "demo", "--data", "a.parquet", "b.parquet"], "'b.parquet' is not expected: write patterns"),
+        (["pretrain", "demo", "/"], "'/' is not expected: write the option before it, such as --data."),
+        (["evaluate", "vit_base_patch16_224", "--data", "scenes", "--task", "knn"], "write timm:NAME"),
         (["pretrain", "demo", "--objective.name", "mae"], "did you mean --objective."),
         (["pretrain", "demo", "--optim.clip", "1"], "did you mean --optim.clip-gradient-norm?"),
         (["pretrain", "demo", "--log.tensorboard", "False"], "--log.no-tensorboard"),

@@ -107,6 +107,7 @@ def test_the_short_table_has_the_main_score_beside_the_untrained_encoder_and_cha
     one = replace(ONE, facts={**ONE.facts, "chance": 10.0})
     before = replace(one, encoder="untrained:runs/a", scores=[replace(SCORES[0], value=31.0)])
     table = headline_table([one], [before])
+    assert table.note == "chance: always the most frequent class."
     assert list(table.head) == ["score", "%", "95% interval", "untrained", "chance"]
     assert table.rows == [["linear/top1", "80.0", "[49.0, 94.3]", "31.0", "10.0"]]
     others = [replace(before, protocol={"name": "imagenet"})]
@@ -133,6 +134,7 @@ def test_several_encoders_have_a_row_each():
     ]
     assert [row[4] for row in table.rows] == ["80.0", "–", "–"]
     assert table.rows[2][3] == "± 2.5"
+    assert table.note == "±: standard deviation over draws."
     # Where the screen is narrow, names are folded, numbers are not.
     assert "low-shot/1%/top1" in shown(table, width=90)
     assert "[49.0, 94.3]" in shown(table, width=60)

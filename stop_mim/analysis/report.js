@@ -24,10 +24,10 @@
   const place = (patch) => `row ${Math.floor(patch / COLUMNS) + 1}, column ${(patch % COLUMNS) + 1}`;
   const of = (run) => (several ? `${data.runs[run]}: ` : "");
 
-  function compact(value) {
+  function compact(value, digits = 4) {
     const size = Math.abs(value);
     if (value !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
-    return size >= 1000 ? Math.round(value).toLocaleString("en-GB") : String(Number(value.toPrecision(4)));
+    return size >= 1000 ? Math.round(value).toLocaleString("en-GB") : String(Number(value.toPrecision(digits)));
   }
 
   // --- Charts ---
@@ -49,7 +49,7 @@
     position.ticks = [];
     for (let tick = Math.ceil(first / step) * step; tick <= last + step / 1e6; tick += step) {
       const value = Number((powers ? 10 ** tick : tick).toPrecision(6));
-      position.ticks.push([value, compact(value)]);
+      position.ticks.push([value, compact(value, 6)]);
     }
     return position;
   }

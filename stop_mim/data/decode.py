@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import torch
 from jaxtyping import UInt8
 from PIL import ExifTags
@@ -142,6 +143,11 @@ def image_size(encoded: bytes, name: str) -> tuple[int, int]:
 def rgb_pixels(image: PIL.Image.Image) -> UInt8[Tensor, "3 height width"]:
     """Return the pixels of a Pillow image of any mode but floating point, as RGB on white."""
     return _interleaved(image).permute(2, 0, 1).contiguous()
+
+
+def upright_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Return an opened image as training reads its file: upright and RGB, on white."""
+    return PIL.Image.fromarray(_interleaved(PIL.ImageOps.exif_transpose(image)).numpy())
 
 
 def quieten_pillow() -> None:

@@ -144,7 +144,8 @@ def class_labels(classes: np.ndarray | None) -> Labels:
 class BadImages:
     """The bad images of a dataset, by description; the list in `file`, one per line, is continued on resume.
 
-    More than `max_fraction` (default: 1%) of all images is an InputError. `show` shows each of the first ones.
+    More than `max_fraction` of all images is an InputError; None: 1%, which the user cannot change. `show` shows each of the
+    first ones.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class BadImages:
     ) -> None:
         self.source_name, self.total, self.file, self.show = source_name, total, file, show
         self.max_fraction = MAX_BAD_FRACTION if max_fraction is None else max_fraction
+        self.fixed = max_fraction is None
         self._known = set(file.read_text().splitlines() if file is not None and file.exists() else [])
 
     def __len__(self) -> int:
@@ -176,10 +178,10 @@ class BadImages:
                 self.show(f"skipped    {line}{more}")
         if len(self._known) > self.max_fraction * self.total:
             enough = min(100, 100 * len(self._known) // self.total + 1)
+            remedy = "" if self.fixed else f", or start a run that allows more with --max-bad {enough}%"
             raise InputError(
                 f"{len(self._known)} of the {self.total} images of '{self.source_name}' cannot be used{listed}, such as "
-                f"{line}: more than {100 * self.max_fraction:g}% is an error; repair or remove them, or start a run that "
-                f"allows more with --max-bad {enough}%."
+                f"{line}: more than {100 * self.max_fraction:g}% is an error; repair or remove them{remedy}."
             )
 
 

@@ -20,6 +20,7 @@ from stop_mim.results import RESULTS_FILE, read_results
 from stop_mim.tables import Table
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.schedules import EMA_START
 
 CARD_FILE = "README.md"
 TAGS = ["self-supervised learning", "masked image modelling", "I-JEPA", "StoP", "stop-mim"]
@@ -161,6 +162,7 @@ def _training(origin: Origin) -> str:
         return f"## Training\n\nNot trained by stop-mim: the weights are those of {_escape(_short(origin.name))}."
     optim, positions, predictor = config.optim, config.positions, config.predictor
     noise = f", sigma {positions.sigma:g}, covariance {positions.covariance}" if positions.kind == "stochastic" else ""
+    start = f"{EMA_START}, less in a short run," if optim.ema_start is None else optim.ema_start
     facts = {
         "data": _short(config.data),
         "recipe": origin.recipe,
@@ -172,7 +174,7 @@ def _training(origin: Origin) -> str:
         "batch size": str(optim.batch_size),
         "learning rate": f"{optim.start_lr:g} to {optim.lr:g} to {optim.final_lr:g}",
         "weight decay": f"{optim.weight_decay:g} to {optim.final_weight_decay:g}",
-        "momentum of the target": f"{'by length' if optim.ema_start is None else optim.ema_start} to {optim.ema_final:g}",
+        "momentum of the target": f"{start} to {optim.ema_final:g}",
         "seed": str(config.seed),
     }
     return _table("## Training", ("", ""), list(facts.items()))

@@ -1,5 +1,6 @@
 """Encoders from files and model folders of timm, of Hugging Face, and of the I-JEPA and StoP releases."""
 
+import difflib
 import pickle
 import re
 import warnings
@@ -82,7 +83,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 def load_timm_encoder(name: str, pretrained: bool = True) -> Encoder:
     """Return timm's Vision Transformer of this name."""
     if name.split(".")[0] not in timm.list_models():
-        close = timm.list_models(f"*{name.split('_patch')[0]}*")[:3] or timm.list_models("vit_small*")[:3]
+        plain = timm.list_models("vit_*", module="vision_transformer")
+        close = difflib.get_close_matches(name, plain, cutoff=0)
         raise InputError(f"timm has no model '{name}': choose another, such as {', '.join(close)}.")
     try:
         model = timm.create_model(name, pretrained=pretrained, **WITHOUT_CLASSIFIER)

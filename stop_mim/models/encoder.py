@@ -18,8 +18,10 @@ from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchvision.transforms import Compose
 
 from stop_mim.data.augment import IMAGENET_MEAN, IMAGENET_STD, ChannelValues
+from stop_mim.data.decode import upright_rgb
 from stop_mim.errors import InputError
 from stop_mim.models.config import EncoderSize, Initialisation
 from stop_mim.positions import Grid, SinCosPositions
@@ -121,9 +123,13 @@ class FrozenEncoder(nn.Module, ABC):
 
     @property
     def transform(self) -> Callable[[Any], Tensor]:
-        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size, as timm's."""
+        """The preprocessing: from a PIL image of any mode to a normalised tensor (3, H, W) of the encoder's image size.
+
+        The image is turned upright and made RGB, as in training and evaluation; the rest is timm's.
+        """
         how = asdict(self.preprocessing)
-        return create_transform((3, *self.image_size), mean=self.mean, std=self.std, **how)
+        resize = create_transform((3, *self.image_size), mean=self.mean, std=self.std, **how)
+        return Compose([upright_rgb, resize])
 
 
 class Encoder(FrozenEncoder):
@@ -225,6 +231,8 @@ def create_encoder(
     initialisation: Initialisation = "scaled",
 ) -> Encoder:
     """Create an encoder without class token, with fixed sine-cosine positions; see `initialise_transformer` for its weights."""
+    if not isinstance(size, Dimensions) and size not in SIZES:
+        raise InputError(f"The encoder's size is '{size}': choose one of {', '.join(SIZES)}.")
     dimensions = size if isinstance(size, Dimensions) else SIZES[size]
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     if patch_size < 1 or height % patch_size or width % patch_size or min(height, width) < 1:

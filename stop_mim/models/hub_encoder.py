@@ -13,6 +13,8 @@ from stop_mim.models.encoder import STANDARD, FrozenEncoder, Images, Preprocessi
 from stop_mim.records import from_plain
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
+# Other models with these attributes may have layers of several widths, as Swin has.
+PLAIN = ("vit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn", "beit", "data2vec-vision")
 # The model types whose last layer, a classifier's, is left out.
 WITH_POOLER = ("vit", "deit", "ijepa", "beit", "data2vec-vision")
 # PIL's numbers of filters.
@@ -82,7 +84,7 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
             f"hf:{name} could not be loaded ({reason}): check the name and the network; a file of weights must contain only "
             "tensors."
         ) from error
-    if not hasattr(model, "layernorm") or not isinstance(getattr(config, "patch_size", None), int):
+    if config.model_type not in PLAIN or not isinstance(config.patch_size, int):
         raise InputError(
             f"hf:{name} is a '{config.model_type}', not a plain Vision Transformer: choose {KNOWN} models."
         )

@@ -155,6 +155,16 @@ def test_charts_show_values_and_hide_runs(show, three):
     assert curves.count() == before
 
 
+def test_the_numbers_of_an_axis_differ(show, stop_run, tmp_path):
+    run = pretend(stop_run, tmp_path / "run")
+    lines = [{"step": step, "health/A_norm": value} for step, value in ((1, 3.872), (8, 3.871))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = show(write_report([run], tmp_path / "report.html"))
+    axis = page.locator("figure", has_text="|A|").locator('text[text-anchor="end"]').all_text_contents()
+    numbers = [text for text in axis if text.startswith("3.87")]
+    assert len(numbers) == len({*numbers}) > 1
+
+
 @pytest.mark.parametrize("width", [320, 768])
 def test_no_page_is_wider_than_its_screen(show, one, three, width):
     for path in (one, three):

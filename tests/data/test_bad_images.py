@@ -35,6 +35,8 @@ def test_more_than_one_in_a_hundred_is_refused(tmp_path):
         with pytest.raises(InputError, match=r"3 of the 200 images of 'photos' .*c\.png: empty") as error:
             bad.add("c.png: empty")
     assert str(file) in str(error.value)
+    # Only training has an option that allows more.
+    assert "--max-bad" not in str(error.value)
     # Too many stay too many after a resume.
     with pytest.raises(InputError, match="3 of the 200"):
         BadImages("photos", 200, file).add("a.png: truncated")

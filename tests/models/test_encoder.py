@@ -1,11 +1,12 @@
 """The encoder is a timm model: what is trained here must give the same numbers there."""
 
+import inspect
 import math
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, normalize, resize, to_tensor
 
@@ -131,7 +132,7 @@ def test_timms_models_with_their_class_token():
 
 def test_what_timm_does_not_have_is_named():
     for name, words in [
-        ("vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224'"),
+        ("vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224': .* vit_small_patch16_224"),
         ("resnet18", "not a plain Vision Transformer"),
     ]:
         with pytest.raises(InputError, match=words):
@@ -161,3 +162,23 @@ def test_the_transform_is_torchvisions_and_stays_with_the_file(encoder, tmp_path
     again.image_size = (32, 32)
     cut = center_crop(resize(image, resized, InterpolationMode(preprocessing.interpolation)), [32, 32])
     torch.testing.assert_close(again.transform(image), normalize(to_tensor(cut), encoder.mean, encoder.std))
+
+
+def test_the_transform_takes_what_training_takes(encoder):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8))
+    upright = encoder.transform(image)
+    turned = image.transpose(Image.Transpose.ROTATE_90)
+    turned.getexif()[ExifTags.Base.Orientation] = 6
+    assert torch.equal(encoder.transform(turned), upright)
+    assert torch.equal(encoder.transform(image.convert("RGBA")), upright)
+    grey = encoder.transform(image.convert("L").convert("RGB"))
+    assert torch.equal(encoder.transform(image.convert("L")), grey)
+    assert encoder.transform(image.convert("CMYK")).shape == (3, 32, 48)
+
+
+def test_an_encoder_that_could_not_be_made_or_loaded_again_is_refused(encoder, tmp_path):
+    with pytest.raises(InputError, match="'teeny'"):
+        inspect.unwrap(create_encoder)("teeny")  # Without the check of types.
+    with pytest.raises(InputError, match=r"encoder\.pth"):
+        save_encoder(encoder, tmp_path / "encoder.pth")
+    assert not list(tmp_path.iterdir())

@@ -34,6 +34,7 @@ def save(tmp_path, kind, config):
         ("IJepa", ("mean",)),
         ("Dinov2", ("cls", "mean")),
         ("Dinov2WithRegisters", ("cls", "mean")),
+        ("ViTMSN", ("cls", "mean")),
         ("Data2VecVision", ("mean", "cls")),
     ],
 )
@@ -79,6 +80,11 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
     ).save_pretrained(tmp_path / "bert")
     with pytest.raises(InputError, match="not a plain Vision Transformer"):
         load_hub_encoder(str(tmp_path / "bert"))
+    # Its parts have the names of a ViT's, but its layers have several widths.
+    swin = transformers.SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 1])
+    transformers.SwinModel(swin).save_pretrained(tmp_path / "swin")
+    with pytest.raises(InputError, match="'swin', not a plain Vision Transformer"):
+        load_hub_encoder(str(tmp_path / "swin"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtra, match=r"stop-mim\[hf\]"):
         load_hub_encoder("somebody/model")
