@@ -62,6 +62,9 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
             measured.append(_evaluation(task, ranks))
             if ranks.is_main:
                 add_results(_results_file(task.subject, config), measured[-1:])
+        unreadable = {item for one in measured for item in one.facts.get("unreadable_images", {}).items()}
+        for name, count in sorted(unreadable):
+            display.say(f"Images of '{name}' that cannot be read and are left out: {count}.")
     found = [one for one in measured if one.encoder in names]
     if ranks.is_main:
         files = list(dict.fromkeys(_results_file(task.subject, config) for task in work))

@@ -76,14 +76,23 @@ class Subject:
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
         """Name of the encoder's folder for files if several encoders are evaluated."""
+        self.unreadable: dict[str, set[int]] = {}
+        """Images that could not be read and are left out, by the name of their source; set by `features`."""
         self._features: dict[tuple[int, int | None, str, int], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
 
     def facts(self) -> dict[str, Any]:
         """Return what a result records of the encoder."""
-        encoder = self.encoder
-        facts = {"encoder_fingerprint": self.fingerprint, "image_size": list(encoder.image_size), "pool": encoder.pool}
-        return {**facts, "guessed_heads": encoder.heads} if encoder.guessed_heads else facts
+        facts: dict[str, Any] = {
+            "encoder_fingerprint": self.fingerprint,
+            "image_size": list(self.encoder.image_size),
+            "pool": self.encoder.pool,
+        }
+        if self.encoder.guessed_heads:
+            facts["guessed_heads"] = self.encoder.heads
+        if self.unreadable:
+            facts["unreadable_images"] = {name: len(images) for name, images in self.unreadable.items()}
+        return facts
 
     def notes(self) -> Iterator[str]:
         """Yield messages about the defaults that were chosen for the encoder."""
@@ -118,6 +127,8 @@ class Subject:
             if key not in self._features:
                 self._features[key] = extract_features(self, source, view)
             features = self._features[key].of_images(labelled.indices)
+        if len(unreadable := np.setdiff1d(labelled.indices, features.indices)):
+            self.unreadable.setdefault(source.name, set()).update(unreadable.tolist())
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
 
