@@ -61,7 +61,7 @@ def run_sweep(
             raise InputError(f"Another sweep runs in {plan.out}: wait for it, or choose another --out.")
         plan.keep()
         interrupted_by = _run(plan, console)
-    summary = summarise(plan, read_failed(plan.out), interrupted_by)
+    summary = summarise(plan, failures(plan), interrupted_by)
     write_summary(plan.out, summary)
     show_summary(summary, console)
     say(console, f"Written to {plan.out / 'summary.json'}, summary.csv, summary.md and summary.tex.")
@@ -95,6 +95,13 @@ def read_failed(out: Path) -> dict[str, str]:
     """Return why runs failed, by name."""
     file = out / FAILED_FILE
     return read_record(file, dict[str, str], "delete it") if file.exists() else {}
+
+
+def failures(plan: Plan) -> dict[str, str]:
+    """Return why runs failed, by name; a run that failed only on data that --transfer no longer names is not one."""
+    files = [probe.file for probe in plan.probes]
+    failed = read_failed(plan.out).items()
+    return {name: why for name, why in failed if not all((plan.out / name / file).exists() for file in files)}
 
 
 def record(out: Path, job: Job, error: str | None) -> None:

@@ -22,7 +22,9 @@ order = Path(f"order-{run.name}") if run.parent.name == "noisy" else Path("none"
 order = order.read_text() if order.exists() else ""
 with open("commands.txt", "a") as file:
     file.write(f"{command} {run.parent.name}/{run.name} {os.environ.get('OMP_NUM_THREADS')}\\n")
-if command == "evaluate":
+if command == "evaluate" and "broken" in arguments:
+    sys.exit("stop-mim: 'broken' has no labels.")
+elif command == "evaluate":
     Path(arguments[arguments.index("--json") + 1]).write_text(json.dumps({"scores": len(run.parent.name) + int(run.name[-1])}))
 else:
     run.mkdir(parents=True, exist_ok=True)

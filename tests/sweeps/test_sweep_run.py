@@ -67,6 +67,15 @@ def test_data_of_transfer_are_scored_too_also_after_the_training(stand_in, conso
 
 
 @pytest.mark.usefixtures("stand_in")
+def test_a_run_that_failed_on_data_of_transfer_is_finished_without_them(console, monkeypatch):
+    monkeypatch.setattr("stop_mim.sweeps.run.open_source", lambda name: None)
+    given = mini_config(variants=("fixed",), seeds=(0,), transfer=("other=broken",))
+    assert run_sweep("mini", given, console=console).failed == {"fixed/seed-0": "'broken' has no labels."}
+    assert run_sweep("mini", replace(given, transfer=()), console=console).failed == {}
+    assert set(run_sweep("mini", given, console=console).failed) == {"fixed/seed-0"}
+
+
+@pytest.mark.usefixtures("stand_in")
 def test_the_reason_of_a_failed_training_is_the_one_in_its_status(console):
     Path("order-seed-0").write_text("diverge")
     only = {"variants": ("noisy",), "seeds": (0,)}
