@@ -14,6 +14,7 @@ from rich.console import Console
 from stop_mim.benchmark.bench import open_run
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
+from stop_mim.evaluation.data import open_task_data
 from stop_mim.files import locked
 from stop_mim.interruption import catch_interruption
 from stop_mim.records import read_record, write_json
@@ -50,11 +51,13 @@ def run_sweep(
     if config.dry_run:
         show_grid(plan, console)
         return None
-    # Data that cannot be opened are refused before hours are spent on training.
+    # Data that cannot be used are refused before hours are spent on training.
     if config.low_shot_list is not None:
         config.low_shot_list.read_text()
-    for data in filter(None, {plan.base.data, config.probe_data, *config.transfers.values()}):
+    for data in filter(None, {plan.base.data, config.probe_data}):
         open_source(data)
+    for data in config.transfers.values():
+        open_task_data(data)
     plan.out.mkdir(parents=True, exist_ok=True)
     with locked(plan.out / LOCK_FILE) as ours:
         if not ours:

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import PIL.Image
 import pytest
 from mini_sweep import mini_config
 
@@ -62,13 +63,20 @@ def test_data_of_transfer_are_scored_too_also_after_the_training(stand_in, conso
     shown = console.file.getvalue()
     assert "--data scenes:count=40,size=32" in shown, "scores on other data of the same name are not taken for these"
     assert "stop-mim resume" not in shown
-    with pytest.raises(InputError, match="nowhere"):
-        run_sweep("mini", mini_config(transfer=("x=nowhere",)), console=console)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_data_of_transfer_that_cannot_be_scored_are_refused_before_the_training(console, tmp_path):
+    PIL.Image.new("RGB", (32, 32)).save(tmp_path / "unlabelled.png")
+    for data, words in (("nowhere", "'nowhere'"), (str(tmp_path), "has no labels")):
+        with pytest.raises(InputError, match=words):
+            run_sweep("mini", mini_config(transfer=(f"x={data}",)), console=console)
+    assert not Path("out").exists()
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_run_that_failed_on_data_of_transfer_is_finished_without_them(console, monkeypatch):
-    monkeypatch.setattr("stop_mim.sweeps.run.open_source", lambda name: None)
+    monkeypatch.setattr("stop_mim.sweeps.run.open_task_data", lambda name: None)
     given = mini_config(variants=("fixed",), seeds=(0,), transfer=("other=broken",))
     assert run_sweep("mini", given, console=console).failed == {"fixed/seed-0": "'broken' has no labels."}
     assert run_sweep("mini", replace(given, transfer=()), console=console).failed == {}
