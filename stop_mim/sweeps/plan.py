@@ -107,15 +107,20 @@ class Job:
         return f"{self.variant}/seed-{self.seed}"
 
     @property
+    def evaluated(self) -> bool:
+        """Whether the run has any scores, and so needs no more training."""
+        return any((self.folder / file).exists() for file in self.evaluations)
+
+    @property
     def finished(self) -> bool:
-        """Whether the run is trained and evaluated."""
+        """Whether the run is trained and has all scores."""
         return all((self.folder / file).exists() for file in self.evaluations)
 
     @property
     def commands(self) -> list[tuple[str, ...]]:
-        """The commands that are left, in order; a run with any scores is trained."""
+        """The commands that are left, in order."""
         left = [command for file, command in self.evaluations.items() if not (self.folder / file).exists()]
-        return left if len(left) < len(self.evaluations) else [self.training, *left]
+        return left if self.evaluated else [self.training, *left]
 
     @property
     def training(self) -> tuple[str, ...]:

@@ -135,19 +135,20 @@ def show_grid(plan: Plan, console: Console) -> None:
         say(console, "All runs are done: the same command without --dry-run prints the tables.")
         return
     at_once = len(left) if options.launch.is_job else len(places(options.side_by_side, plan.base.speed.device))
-    at_once = min(at_once, len(left))
-    seconds, origin = estimate(plan, left, console)
-    time = (
-        f"about {duration(seconds / at_once)} of training"
-        if seconds
-        else "give --data to estimate the time of training"
-    )
-    say(console, f"Runs to do: {len(left)}, {at_once} at a time: {time} ({origin}); evaluation comes on top.")
+    untrained = [job for job in left if not job.evaluated]
+    time = "evaluation only"
+    if untrained:
+        seconds, origin = estimate(plan, untrained, console)
+        time = "give --data to estimate the time of training"
+        if seconds:
+            time = f"about {duration(seconds / min(at_once, len(untrained)))} of training"
+        time += f" ({origin}); evaluation comes on top"
+    say(console, f"Runs to do: {len(left)}, {min(at_once, len(left))} at a time: {time}.")
 
 
 def estimate(plan: Plan, left: Sequence[Job], console: Console) -> tuple[float, str]:
     """Return the seconds of all trainings that are left, one after the other, and what they are estimated from."""
-    finished = [lines for job in plan.jobs if job.finished and (lines := read_metrics(job.folder))]
+    finished = [lines for job in plan.jobs if job.evaluated and (lines := read_metrics(job.folder))]
     if finished:
         size = plan.base.optim.batch_size
         seconds = [

@@ -63,6 +63,11 @@ def test_data_of_transfer_are_scored_too_also_after_the_training(stand_in, conso
     shown = console.file.getvalue()
     assert "--data scenes:count=40,size=32" in shown, "scores on other data of the same name are not taken for these"
     assert "stop-mim resume" not in shown
+    assert "Runs to do: 4, 1 at a time: evaluation only." in shown
+    more = replace(other, seeds=(0, 1, 2))
+    assert run_sweep("mini", more, console=console) is None
+    # Two runs are left to train, of 40 steps of 8 images at 16 images a second.
+    assert "Runs to do: 6, 1 at a time: about 40 seconds of training (as in 4 finished" in console.file.getvalue()
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -181,6 +186,8 @@ def test_a_dry_run_prints_grid_and_commands_and_estimates_from_measured_steps_or
     assert "Runs to do: 4, 1 at a time: about 80 seconds of training (16 images/s on cpu" in shown
     for words in ("fixed (baseline)", "positions.sigma 1.0", "stop-mim pretrain demo", "stop-mim evaluate out/noisy"):
         assert words in shown
+    run_sweep("mini", mini_config(dry_run=True), replace(base, data=""), console=console)
+    assert "give --data to estimate the time of training (16 images/s" in console.file.getvalue()
     run_sweep("mini", mini_config(variants=("fixed",)), console=console)
     run_sweep("mini", mini_config(dry_run=True), console=console)
     # Two runs are left, of 40 steps of 8 images at 16 images a second.
