@@ -257,13 +257,13 @@ def summary_tables(summary: Summary) -> list[Table]:
     # Headings of several lines, so that a table fits the screen.
     headings = [name.replace("/", "\n") for name in columns]
     means, differences = [], []
-    for variant, row in summary.scores.items():
+    for variant in summary.scores:
         numbers = [column.get(variant) for column in columns.values()]
-        n = max((score.n for score in row.values()), default=0)
-        means.append([variant, str(n), *map(_mean_cell, numbers)])
+        found = [number for number in numbers if number is not None]
+        means.append([variant, _count_cell([number.n for number in found]), *map(_mean_cell, numbers)])
         if variant != plan.baseline:
-            pairs = max((score.difference.pairs for score in row.values() if score.difference is not None), default=0)
-            differences.append([variant, str(pairs), *map(_difference_cell, numbers)])
+            pairs = [number.difference.pairs for number in found if number.difference is not None]
+            differences.append([variant, _count_cell(pairs), *map(_difference_cell, numbers)])
     title = f"{plan.sweep} at {plan.options.scale} scale, epochs: {plan.base.optim.epochs}; mean ± std over seeds (scores in %)"
     note = "" if summary.has_baseline else f"No differences: the baseline {plan.baseline} has no finished run."
     tables = [Table(title, ["variant", "n", *headings], means, note)]
@@ -271,6 +271,12 @@ def summary_tables(summary: Summary) -> list[Table]:
         title = f"difference to {plan.baseline}, same seeds [95% interval]"
         tables.append(Table(title, ["variant", "pairs", *headings], differences))
     return tables
+
+
+def _count_cell(counts: Sequence[int]) -> str:
+    """Return the number of seeds of a row; the fewest and the most where some have no scores on data of --transfer yet."""
+    fewest, most = min(counts, default=0), max(counts, default=0)
+    return str(most) if fewest == most else f"{fewest} to {most}"
 
 
 def _mean_cell(number: Number | None) -> str:

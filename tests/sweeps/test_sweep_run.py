@@ -16,8 +16,9 @@ from mini_sweep import mini_config
 from stop_mim.errors import InputError
 from stop_mim.launch import LaunchConfig
 from stop_mim.sweeps.launch import places
-from stop_mim.sweeps.plan import base_config
+from stop_mim.sweeps.plan import base_config, make_plan
 from stop_mim.sweeps.run import images_per_second, run_sweep
+from stop_mim.sweeps.summary import summarise, summary_tables
 from stop_mim.training.trial import Trial
 
 HOLDER = """
@@ -58,6 +59,9 @@ def test_data_of_transfer_are_scored_too_also_after_the_training(stand_in, conso
     assert len(stand_in()) == 12, "nothing is trained again"
     assert result.shown() == ["linear/top1", "rendered/linear/top1"]
     assert result.scores["noisy"]["rendered/linear/top1"].by_seed == {0: 5.0, 1: 6.0}
+    Path("out/noisy/seed-1", make_plan("mini", given).probes[1].file).unlink()
+    found = summarise(make_plan("mini", given), {})
+    assert [table.rows[-1][1] for table in summary_tables(found)] == ["1 to 2", "1 to 2"]
     other = mini_config(transfer=("rendered=scenes:count=40,size=32",), dry_run=True)
     assert run_sweep("mini", other, console=console) is None
     shown = console.file.getvalue()
