@@ -118,8 +118,6 @@ class Summary:
     unfinished: list[str]
     interrupted_by: str | None = None
     """The signal that stopped the sweep."""
-    transferred: frozenset[str] = frozenset()
-    """Names of the scores on the data of --transfer."""
 
     @property
     def has_baseline(self) -> bool:
@@ -127,11 +125,12 @@ class Summary:
         return bool(self.scores.get(self.plan.baseline))
 
     def shown(self) -> list[str]:
-        """Return the names of the scores that tables show."""
+        """Return the names of the scores that tables show: the scale's, then all on the data of --transfer."""
         found = dict.fromkeys(name for row in self.scores.values() for name in row)
-        own = [name for name in found if name not in self.transferred]
-        chosen = [name for name in self.plan.shown if name in own] or own
-        return chosen + [name for name in found if name in self.transferred]
+        prefixes = tuple(f"{name}/" for name in self.plan.options.transfers)
+        transferred = [name for name in found if name.startswith(prefixes)]
+        own = [name for name in found if name not in transferred]
+        return [*([name for name in self.plan.shown if name in own] or own), *transferred]
 
     def columns(self) -> dict[str, dict[str, Number]]:
         """Return what tables show: the heading of each column, and its numbers by variant."""
@@ -166,22 +165,19 @@ def read_health(run: Path) -> dict[str, float]:
 
 def summarise(plan: Plan, failed: Mapping[str, str], interrupted_by: str | None = None) -> Summary:
     """Summarise all finished runs of a sweep's directory; name those that were asked for and are not finished."""
-    scores, health, transferred = Values(), Values(), set[str]()
-    own, *others = plan.probes
+    scores, health = Values(), Values()
     for variant in plan.variants:
         runs = runs_by_seed(plan.out / variant)
         seeds = {seed: run for seed, run in runs.items() if (run / SCORES_FILE).exists()}
         if seeds or variant in plan.chosen:
-            scores[variant] = {seed: read_scores(run, own) for seed, run in seeds.items()}
-            for probe in others:
-                for seed, run in seeds.items():
-                    found = read_scores(run, probe)
-                    scores[variant][seed] |= found
-                    transferred |= found.keys()
+            scores[variant] = {
+                seed: {name: value for probe in plan.probes for name, value in read_scores(run, probe).items()}
+                for seed, run in seeds.items()
+            }
             health[variant] = {seed: read_health(run) for seed, run in seeds.items()}
     unfinished = [job.name for job in plan.jobs if not job.finished and job.name not in failed]
     numbers = compare(scores, plan.baseline), compare(health, plan.baseline)
-    return Summary(plan, *numbers, dict(failed), unfinished, interrupted_by, frozenset(transferred))
+    return Summary(plan, *numbers, dict(failed), unfinished, interrupted_by)
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
