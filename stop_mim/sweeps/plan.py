@@ -50,7 +50,7 @@ class SweepConfig(Checked):
     low_shot_list: Path | None = None
     """Text file with the names of the few labelled images (imagenet: the published 1%); default: drawn at random."""
     transfer: tuple[str, ...] = ()
-    """Other labelled data, each as NAME=DATA, such as scenes=scenes:count=8000,size=64: a linear probe of every run."""
+    """Other labelled data for a linear probe of every run, each as NAME=DATA, such as scenes=scenes:count=8000,size=64."""
     seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO)] = (0, 1, 2)
     """Seeds of each variant; use at least three to compare variants."""
     variants: tuple[str, ...] = ()
@@ -73,7 +73,11 @@ class SweepConfig(Checked):
         super().__post_init__()
         self.require("seeds", len({*self.seeds}) == len(self.seeds), "give every seed once")
         named = all(re.fullmatch(r"[\w-]+=.+", text) for text in self.transfer)
-        self.require("transfer", named and len(self.transfers) == len(self.transfer), "give NAME=DATA, each NAME once")
+        self.require(
+            "transfer",
+            named and len(self.transfers) == len(self.transfer),
+            "give NAME=DATA, with letters, digits, - and _ in NAME, each NAME once",
+        )
 
     @property
     def transfers(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ from mini_sweep import mini_config
 from stop_mim.cli import main
 from stop_mim.errors import InputError
 from stop_mim.sweeps.grid import Sweep, with_overrides
-from stop_mim.sweeps.plan import SweepConfig, base_config, make_plan
+from stop_mim.sweeps.plan import SweepConfig, base_config, make_plan, runs_by_seed
 from stop_mim.training.pretrain import TrainResult
 
 TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
@@ -28,6 +28,7 @@ TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
         ({"recipe": "mae-tiny"}, "'mae-tiny'"),
         ({"transfer": ("scenes:count=32",)}, "scenes:count=32"),
         ({"transfer": ("a=scenes", "a=photos")}, "a=photos"),
+        ({"transfer": ("a/b=scenes",)}, "letters, digits"),
     ],
 )
 @pytest.mark.usefixtures("mini")
@@ -58,9 +59,19 @@ def test_jobs_are_ordinary_commands_seed_by_seed():
     run, scores = "out/fixed/seed-5", "out/fixed/seed-5/scores.json"
     evaluation = ("evaluate", run, "--data", "scenes", "--speed.device", "cpu", "--untrained", "no", "--json", scores)
     assert jobs[2].evaluations == {"scores.json": evaluation}
+    own, other = make_plan("mini", mini_config(transfer=("c=cifar-100",)), base).jobs[0].evaluations.values()
+    assert "--task" not in own
+    probe = ("--task", "linear", "--linear.standardise", "True", "--linear.layers", "1", "--data", "cifar-100")
+    assert other[:10] == ("evaluate", "out/fixed/seed-0", *probe)
     Path(run).mkdir(parents=True)
     Path(run, "config.json").touch()
     assert jobs[2].training == ("resume", run, "--speed.device", "cpu")
+
+
+def test_runs_are_in_the_order_of_their_seeds_without_copies(tmp_path):
+    for name in ("seed-10", "seed-2", "seed-2.old", "seed-x", "copy of seed-3"):
+        (tmp_path / name).mkdir()
+    assert list(runs_by_seed(tmp_path).items()) == [(2, tmp_path / "seed-2"), (10, tmp_path / "seed-10")]
 
 
 def test_labelled_images_are_those_of_the_options():
