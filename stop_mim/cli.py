@@ -259,8 +259,8 @@ class Sweep:
             path, flag = given_path.replace("-", "_"), given_path.replace("_", "-")
             if path not in fields:
                 raise unknown_name("field", path, fields)
-            if path in ("seed", "out"):
-                raise InputError(f"--vary cannot have {path}, which a sweep sets in every run: give --seeds or --out.")
+            if instead := {"seed": "--seeds", "out": "--out"}.get(path):
+                raise InputError(f"--vary has {path}, and a sweep sets {path} in every run: give {instead} instead.")
             if len(set(texts)) < max(2, len(texts)):
                 raise InputError(f"--vary {' '.join([path, *texts])}: give at least two values, each once.")
             group, dot, name = flag.rpartition(".")

@@ -71,16 +71,20 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
     if not unknown:
         return
     name = unknown[0].partition("=")[0]
+    wanted, flags = name.lstrip("-").replace("_", "-"), dict(pair for one in options for pair in _flags(one))
     if not name.startswith("-"):
         remedy = "--help shows what can be given."
         if name.lower() in ("true", "false"):
             remedy = "a switch takes no value; --log.no-tensorboard turns one off."
         elif Path(name).is_dir():
             remedy = "write the option before it, such as --data."
-        elif "." in name:
+        elif wanted in flags:
+            remedy = f"did you mean --{wanted}?"
+        # The end of a file's name, which a shell puts in the place of a pattern.
+        elif re.search(r"\.[A-Za-z]", name):
             remedy = "write patterns such as 'train-*.parquet' in quotes, or see --help."
         raise InputError(f"'{name}' is not expected: {remedy}")
-    close = _nearest(name.lstrip("-").replace("_", "-"), dict(pair for one in options for pair in _flags(one)))
+    close = _nearest(wanted, flags)
     remedy = f"did you mean --{close}?" if close else "--help lists all options."
     raise InputError(f"There is no option {name}: {remedy}")
 
@@ -129,7 +133,9 @@ def _nearest(wanted: str, flags: dict[str, str]) -> str | None:
     group, _, name = wanted.rpartition(".")
     same = [flag for flag in flags if flag.rpartition(".")[2] == name]
     near = [flag for flag in flags if group and flag.startswith(f"{group}.")] or [*flags]
-    named = sorted((flag for flag in near if _words(name) <= _words(flag.rpartition(".")[2])), key=len)
+    named = [flag for flag in near if _words(name) <= _words(flag.rpartition(".")[2])]
+    # Options without a group first, then short ones.
+    named.sort(key=lambda flag: ("." in flag, len(flag)))
     described = sorted(
         (flag for flag in near if _words(name) <= _words(flags[flag])), key=lambda flag: len(flags[flag])
     )
