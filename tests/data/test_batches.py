@@ -179,15 +179,27 @@ def test_test_views_are_those_of_torchvision_bit_by_bit(resize_to, interpolation
         assert torch.equal((image * 255).round().to(torch.uint8), expected(source.read(index)))
 
 
-def test_a_stored_view_gives_resident_images_one_size():
-    source, stored = Painted(16, sizes=((20, 60), (20, 20))), TestView((18, 24), 24)
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        (((20, 60), (20, 20)), "18x24"),
+        (((20, 60),), "18x24"),
+        (((18, 20),), "18x20"),
+        # One that is not looked at.
+        (((18, 20),) * 9 + ((20, 40),), "18x24"),
+    ],
+)
+def test_a_stored_view_resizes_resident_images_unless_all_are_as_small(monkeypatch, sizes, kept):
+    monkeypatch.setattr(image_source, "SIZES_LOOKED_AT", 2)
+    source, stored = Painted(16, sizes=sizes), TestView((18, 24), 24)
     view = RandomCrop(PLAIN, (18, 18))
     placement = Placement("resident", workers=0, stored_view=stored)
     batches = Batches(source, ShuffledOrder(16, 16), view, placement, CPU)
-    assert batches.description.startswith("resident: 16 images of 18x24")
+    assert batches.description.startswith(f"resident: 16 images of {kept}")
     (batch,) = take(batches, 1)
     # The middle of what is stored.
-    expected = torch.stack([stored.cut(source.read(index))[:, :, 3:21] for index in batch.indices.tolist()])
+    shown, middle = (stored.cut, slice(3, 21)) if kept == "18x24" else (torch.clone, slice(1, 19))
+    expected = torch.stack([shown(source.read(index))[:, :, middle] for index in batch.indices.tolist()])
     torch.testing.assert_close(bytes_of(batch.images), expected.float(), atol=0.01, rtol=0)
 
 

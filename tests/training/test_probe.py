@@ -172,15 +172,6 @@ def test_every_image_keeps_its_class_where_some_are_bad_or_left_out(tmp_path, ta
     assert not torch.equal(batches[0].indices, batches[2].indices)
 
 
-def test_one_image_of_another_size_among_many_is_resized_with_the_others(tmp_path, target, monkeypatch):
-    data = write_colours(tmp_path / "colours", splits=(("train", 40), ("test", 4)), sizes=((32, 32),))
-    PIL.Image.new("RGB", (33, 32), "blue").save(data / "train" / "blue" / "007.png")
-    # As if it were not among the images that are looked at.
-    monkeypatch.setattr(probe_module, "common_size", lambda source, images=None: (32, 32))
-    probe = a_probe(data, target)
-    assert all(are_of_their_class(batch) for batch in islice(probe.stream.starting_at(), 5))
-
-
 def test_bad_images_are_listed_and_too_many_end_the_run_before_it_begins(tmp_path):
     data = write_colours(tmp_path / "colours", splits=(("train", 34), ("test", 4)))
     (data / "train" / "red" / "001.png").write_bytes(b"broken")
