@@ -132,7 +132,9 @@ def show_grid(plan: Plan, console: Console) -> None:
         for arguments in job.commands:
             say(console, f"stop-mim {shlex.join(arguments)}")
     if not left:
-        say(console, "All runs are done: the same command without --dry-run prints the tables.")
+        done = all(job.finished for job in plan.jobs)
+        tables = "All runs are done: the same command without --dry-run prints the tables."
+        say(console, tables if done else "The runs that are left have failed: --retry-failed runs them again.")
         return
     at_once = len(left) if options.launch.is_job else len(places(options.side_by_side, plan.base.speed.device))
     untrained = [job for job in left if not job.evaluated]

@@ -44,6 +44,8 @@ def test_failed_runs_are_named_and_retried_on_demand(stand_in, console):
     before = stand_in()
     assert run_sweep("mini", mini_config(), console=console).failed
     assert stand_in() == before, "neither finished nor failed runs run again"
+    run_sweep("mini", mini_config(dry_run=True), console=console)
+    assert "All runs are done" not in console.file.getvalue()
     Path("order-seed-0").unlink()
     Path("order-seed-1").unlink()
     again = run_sweep("mini", mini_config(retry_failed=True), console=console)
