@@ -72,7 +72,7 @@ class Video(ABC):
         mask = self.mask(0)
         if mask is None or not mask.any():
             raise InputError(
-                f"The first mask of the video '{self.name}' shows no object: give every object to track a number."
+                f"The first mask of the video '{self.name}' shows no object: number every object to track."
             )
         return mask
 
