@@ -43,6 +43,10 @@ class MaskedTokens(nn.Module):
             raise InputError(
                 f"The positions have {positions.dim} features and the projection {projection.out_features}: make them equal."
             )
+        if getattr(positions, "projection", None) not in (None, projection):
+            raise InputError(
+                "The positions have another projection: give them this one, so that noise and context share A."
+            )
         self.projection, self.positions = projection, positions
         self.mask_token = nn.Parameter(torch.zeros(positions.dim), requires_grad=positions.adds_mask_token)
         if positions.adds_mask_token:

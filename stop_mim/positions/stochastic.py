@@ -69,6 +69,11 @@ class StochasticPositions(Positions):
             # Without noise there is no gradient, and DistributedDataParallel would wait for it.
             self.covariance.requires_grad_(False)
 
+    @property
+    def projection(self) -> nn.Linear | None:
+        """The layer with weight A."""
+        return self._projection[0]
+
     def table(self) -> Tensor:
         return self.base.table()
 
@@ -86,7 +91,7 @@ class StochasticPositions(Positions):
         positions = self.base(indices)
         # The release passes the noise through the whole linear layer: tokens without noise get no bias either.
         adds_bias = self.convention == "release" and tokens == "masked" and self.applies_to(tokens)
-        bias = getattr(self._projection[0], "bias", None) if adds_bias else None
+        bias = getattr(self.projection, "bias", None) if adds_bias else None
         return positions if bias is None else positions + bias
 
     def applies_to(self, tokens: Tokens) -> bool:

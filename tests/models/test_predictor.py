@@ -78,3 +78,6 @@ def test_misfits_are_named():
         Predictor(context_projection(20, 16), SinCosPositions(4, 16), heads=3)
     with pytest.raises(InputError, match="positions have 8 features and the projection 16"):
         Predictor(context_projection(20, 16), SinCosPositions(4, 8), heads=2)
+    positions = StochasticPositions(SinCosPositions(4, 16), context_projection(20, 16))
+    with pytest.raises(InputError, match="share A"):
+        Predictor(context_projection(20, 16), positions, heads=2)
