@@ -24,10 +24,17 @@
   const place = (patch) => `row ${Math.floor(patch / COLUMNS) + 1}, column ${(patch % COLUMNS) + 1}`;
   const of = (run) => (several ? `${data.runs[run]}: ` : "");
 
-  function compact(value, digits = 4) {
+  function compact(value) {
     const size = Math.abs(value);
     if (value !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
-    return size >= 1000 ? Math.round(value).toLocaleString("en-GB") : String(Number(value.toPrecision(digits)));
+    return size >= 1000 ? Math.round(value).toLocaleString("en-GB") : String(Number(value.toPrecision(4)));
+  }
+
+  // The text of a tick, which is round already.
+  function exact(value) {
+    const size = Math.abs(value);
+    if (value !== 0 && (size >= 1e6 || size < 1e-3)) return value.toExponential().replace("e+", "e");
+    return value.toLocaleString("en-GB", { maximumFractionDigits: 9 });
   }
 
   // --- Charts ---
@@ -49,7 +56,7 @@
     position.ticks = [];
     for (let tick = Math.ceil(first / step) * step; tick <= last + step / 1e6; tick += step) {
       const value = Number((powers ? 10 ** tick : tick).toPrecision(6));
-      position.ticks.push([value, compact(value, 6)]);
+      position.ticks.push([value, exact(value)]);
     }
     return position;
   }

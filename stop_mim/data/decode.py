@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 import torch
 from jaxtyping import UInt8
 from PIL import ExifTags
@@ -147,7 +146,7 @@ def rgb_pixels(image: PIL.Image.Image) -> UInt8[Tensor, "3 height width"]:
 
 def upright_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
     """Return an opened image as training reads its file: upright and RGB, on white."""
-    return PIL.Image.fromarray(_interleaved(PIL.ImageOps.exif_transpose(image)).numpy())
+    return PIL.Image.fromarray(_upright(image).numpy())
 
 
 def quieten_pillow() -> None:
@@ -161,9 +160,7 @@ def _decode_with_pillow(encoded: bytes, name: str) -> UInt8[Tensor, "height widt
     with _failures_as_bad_image(name):
         image = _open(encoded)
         check_pixels(image.height, image.width)
-        orientation, pixels = _orientation(image), _interleaved(image)
-        pixels = pixels.transpose(0, 1) if orientation in _EXCHANGED else pixels
-        return pixels.flip(_FLIPPED[orientation]) if orientation in _FLIPPED else pixels
+        return _upright(image)
 
 
 def check_pixels(height: int, width: int) -> None:
@@ -178,6 +175,12 @@ def _decode_shrunk_jpeg(encoded: bytes, name: str, shrink: int) -> UInt8[Tensor,
         image = _open(encoded)
         image.draft("RGB", (image.width // shrink, image.height // shrink))
         return _interleaved(image)
+
+
+def _upright(image: PIL.Image.Image) -> UInt8[Tensor, "height width 3"]:
+    orientation, pixels = _orientation(image), _interleaved(image)
+    pixels = pixels.transpose(0, 1) if orientation in _EXCHANGED else pixels
+    return pixels.flip(_FLIPPED[orientation]) if orientation in _FLIPPED else pixels
 
 
 def _interleaved(image: PIL.Image.Image) -> UInt8[Tensor, "height width 3"]:

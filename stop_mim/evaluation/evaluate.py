@@ -62,8 +62,12 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
             measured.append(_evaluation(task, ranks))
             if ranks.is_main:
                 add_results(_results_file(task.subject, config), measured[-1:])
-        unreadable = {item for one in measured for item in one.facts.get("unreadable_images", {}).items()}
-        for name, count in sorted(unreadable):
+        unreadable: dict[str, int] = {}
+        for one in measured:
+            # A later task of the same encoder counts what earlier ones found, too.
+            for name, count in one.facts.get("unreadable_images", {}).items():
+                unreadable[name] = max(count, unreadable.get(name, 0))
+        for name, count in sorted(unreadable.items()):
             display.say(f"Images of '{name}' that cannot be read and are left out: {count}.")
     found = [one for one in measured if one.encoder in names]
     if ranks.is_main:

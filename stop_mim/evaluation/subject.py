@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stop_mim.data.image_source import ImageSource
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.stored import Progress
 from stop_mim.errors import InputError
@@ -76,7 +77,7 @@ class Subject:
         self.fingerprint = encoder_fingerprint(encoder)
         self.place: str | None = None
         """Name of the encoder's folder for files if several encoders are evaluated."""
-        self.unreadable: dict[str, set[int]] = {}
+        self.unreadable: dict[ImageSource, set[int]] = {}
         """Images that could not be read and are left out, by the name of their source; set by `features`."""
         self._features: dict[tuple[int, int | None, str, int], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
@@ -91,7 +92,10 @@ class Subject:
         if self.encoder.guessed_heads:
             facts["guessed_heads"] = self.encoder.heads
         if self.unreadable:
-            facts["unreadable_images"] = {name: len(images) for name, images in self.unreadable.items()}
+            # Training and test images may have the same name.
+            facts["unreadable_images"] = unreadable = dict.fromkeys((source.name for source in self.unreadable), 0)
+            for source, images in self.unreadable.items():
+                unreadable[source.name] += len(images)
         return facts
 
     def notes(self) -> Iterator[str]:
@@ -128,7 +132,7 @@ class Subject:
                 self._features[key] = extract_features(self, source, view)
             features = self._features[key].of_images(labelled.indices)
         if len(unreadable := np.setdiff1d(labelled.indices, features.indices)):
-            self.unreadable.setdefault(source.name, set()).update(unreadable.tolist())
+            self.unreadable.setdefault(source, set()).update(unreadable.tolist())
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
 

@@ -123,9 +123,9 @@ class FrozenEncoder(nn.Module, ABC):
 
     @property
     def transform(self) -> Callable[[Any], Tensor]:
-        """The preprocessing: from a PIL image of any mode to a normalised tensor (3, H, W) of the encoder's image size.
+        """The preprocessing: from a PIL image to a normalised tensor (3, H, W) of the encoder's image size.
 
-        The image is turned upright and made RGB, as in training and evaluation; the rest is timm's.
+        An image of any mode but floating point is turned upright and made RGB, as in training; the rest is timm's.
         """
         how = asdict(self.preprocessing)
         resize = create_transform((3, *self.image_size), mean=self.mean, std=self.std, **how)

@@ -68,6 +68,11 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
         # transformers' MAE masks patches at random; its encoder is a plain ViT with the same weights.
         if config.model_type == "vit_mae":
             config = transformers.ViTConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
+        # Before the weights, which may be large, are downloaded.
+        if config.model_type not in PLAIN or not isinstance(config.patch_size, int):
+            raise InputError(
+                f"hf:{name} is a '{config.model_type}', not a plain Vision Transformer: choose {KNOWN} models."
+            )
         options: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in WITH_POOLER else {}
         if pretrained:
             # Without safetensors (DINO, data2vec) a pickle is read, which may contain only tensors.
@@ -77,6 +82,8 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
                 raise ValueError(f"it lacks {len(missing)} weights, {missing[0]} among them")
         else:
             model = transformers.AutoModel.from_config(config, **options)
+    except InputError:
+        raise
     # The hub, the network and the models raise all kinds of errors.
     except Exception as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
@@ -84,10 +91,6 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
             f"hf:{name} could not be loaded ({reason}): check the name and the network; a file of weights must contain only "
             "tensors."
         ) from error
-    if config.model_type not in PLAIN or not isinstance(config.patch_size, int):
-        raise InputError(
-            f"hf:{name} is a '{config.model_type}', not a plain Vision Transformer: choose {KNOWN} models."
-        )
     return HubEncoder(model, *_preprocessing(name)).eval()
 
 

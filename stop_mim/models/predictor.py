@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stop_mim.errors import InputError
 from stop_mim.models.config import Initialisation
 from stop_mim.models.encoder import initialise_transformer, run_layer
-from stop_mim.positions import PROJECTION_INIT_STD, Positions
+from stop_mim.positions import PROJECTION_INIT_STD, Positions, StochasticPositions
 
 
 class Noise(NamedTuple):
@@ -43,9 +43,10 @@ class MaskedTokens(nn.Module):
             raise InputError(
                 f"The positions have {positions.dim} features and the projection {projection.out_features}: make them equal."
             )
-        if getattr(positions, "projection", None) not in (None, projection):
+        if isinstance(positions, StochasticPositions) and positions.projection not in (None, projection):
             raise InputError(
-                "The positions have another projection: give them this one, so that noise and context share A."
+                "The positions were made with another projection layer: pass the same layer to both, so that noise and context "
+                "share A."
             )
         self.projection, self.positions = projection, positions
         self.mask_token = nn.Parameter(torch.zeros(positions.dim), requires_grad=positions.adds_mask_token)

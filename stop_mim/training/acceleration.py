@@ -82,7 +82,9 @@ class CompiledStep:
             raise
         # Compilers raise all kinds of errors. The weights have not changed yet.
         except Exception as error:
-            self._warn(f"The model could not be compiled ({first_line(error)}): training continues without, slower.")
+            self._warn(
+                f"The model could not be compiled ({first_line(error)}): training continues uncompiled, more slowly."
+            )
             self._step.objective._compiled_call_impl = None
             return self._step(batches, values, seed)
 
@@ -148,8 +150,8 @@ class CapturedStep:
             # The old generators may believe that they are still being captured.
             self._step.generators.clear()
             self._warn(
-                f"The step could not be captured as a CUDA graph ({first_line(error)}): training continues without, slower if "
-                "the model is small."
+                f"The step could not be captured as a CUDA graph ({first_line(error)}): training continues without the graph, "
+                "which is slower if the model is small."
             )
             self._is_given_up, self._inputs = True, []
             return None

@@ -155,13 +155,15 @@ def test_charts_show_values_and_hide_runs(show, three):
     assert curves.count() == before
 
 
-def test_the_numbers_of_an_axis_differ(show, stop_run, tmp_path):
+@pytest.mark.parametrize("values", [(3.872, 3.871), (5.23e-4, 5.2e-4), (4464, 4463.1), (1.02e6, 1e6)])
+def test_the_numbers_of_an_axis_differ(show, stop_run, tmp_path, values):
     run = pretend(stop_run, tmp_path / "run")
-    lines = [{"step": step, "health/A_norm": value} for step, value in ((1, 3.872), (8, 3.871))]
+    lines = [{"step": step, "health/A_norm": value} for step, value in zip((1, 8), values, strict=True)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = show(write_report([run], tmp_path / "report.html"))
     axis = page.locator("figure", has_text="|A|").locator('text[text-anchor="end"]').all_text_contents()
-    numbers = [text for text in axis if text.startswith("3.87")]
+    # The last one is the name of the other axis.
+    *numbers, _ = axis
     assert len(numbers) == len({*numbers}) > 1
 
 

@@ -168,8 +168,12 @@ def test_the_transform_takes_what_training_takes(encoder):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8))
     upright = encoder.transform(image)
     turned = image.transpose(Image.Transpose.ROTATE_90)
-    turned.getexif()[ExifTags.Base.Orientation] = 6
+    exif = turned.getexif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned.info["exif"] = exif.tobytes()
     assert torch.equal(encoder.transform(turned), upright)
+    image.info["exif"] = b"Exif\0\0damaged"
+    assert torch.equal(encoder.transform(image), upright)
     assert torch.equal(encoder.transform(image.convert("RGBA")), upright)
     grey = encoder.transform(image.convert("L").convert("RGB"))
     assert torch.equal(encoder.transform(image.convert("L")), grey)

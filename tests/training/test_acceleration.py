@@ -119,7 +119,7 @@ def test_a_model_that_cannot_be_compiled_trains_as_it_would_have_without(monkeyp
     fallen_back = accelerate(step, SpeedConfig("cpu", compile=True), 3, said.append, warned.append)
     assert take(fallen_back, range(3)) == expected
     assert_same_state(state_of(step), state_of(plain))
-    assert warned == ["The model could not be compiled (no compiler): training continues without, slower."]
+    assert warned == ["The model could not be compiled (no compiler): training continues uncompiled, more slowly."]
     assert len(said) == 1
     # The second step does not try again.
     assert len(calls) == failing_call

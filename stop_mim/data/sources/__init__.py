@@ -70,8 +70,7 @@ def open_source(name: str, split: str = "train") -> ImageSource:
 def absolute_name(name: str) -> str:
     """Return the name with an absolute path if it names a dataset by its path; any other name is returned as it is."""
     kind = _kind_of(name)
-    path = "" if kind is None else name.removeprefix(kind.prefix)
-    if kind is None or not kind.is_path or is_url(path):
+    if kind is None or not kind.is_path or is_url(path := name.removeprefix(kind.prefix)):
         return name
     return kind.prefix + os.path.abspath(os.path.expanduser(path))
 

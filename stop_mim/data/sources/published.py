@@ -90,7 +90,9 @@ def open_inaturalist(name: str, split: str) -> ImageSource:
     paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
     images = Path(name).expanduser() / "train_val2018"
     if not (images / paths[0]).is_file():
-        raise InputError(f"{images / paths[0]}, the first image of {path}, is missing: unpack the images there.")
+        raise InputError(
+            f"{images / paths[0]}, the first image of {path}, is missing: unpack the images into {images}."
+        )
     labels = class_labels(np.array([label for _, label in pairs]))
     return FileSource(images, paths, name, labels, class_names, "inat18")
 
