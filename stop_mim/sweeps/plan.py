@@ -13,7 +13,7 @@ from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each, check
 from stop_mim.errors import InputError
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
-from stop_mim.records import read_record, write_json
+from stop_mim.records import from_plain, read_record, write_json
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
 from stop_mim.training.config import TrainConfig
@@ -207,23 +207,29 @@ class Plan:
         return json.loads(json.dumps(document))
 
     def keep(self) -> None:
-        """Write OUT/sweep.json."""
-        write_json(self.out / PLAN_FILE, self.document())
+        """Write OUT/sweep.json; variants of earlier commands stay in it."""
+        now = self.document()
+        write_json(self.out / PLAN_FILE, now | {"variants": self._before().get("variants", {}) | now["variants"]})
 
     def check(self) -> None:
-        """Raise InputError if the directory holds something else than this sweep."""
-        file = self.out / PLAN_FILE
-        if not file.exists():
-            if self.out.exists() and any(not path.name.startswith(".") for path in self.out.iterdir()):
-                raise InputError(f"{self.out} exists and is not the directory of a sweep: choose another --out.")
-            return
-        before = read_record(file, dict[str, Any], "restore it, or choose another --out")
-        for name, now in self.document().items():
-            if before.get(name) != now:
+        """Raise InputError if the directory holds something else than this sweep; a sweep may get more variants."""
+        before, now = self._before(), self.document()
+        if not before and self.out.exists() and any(not path.name.startswith(".") for path in self.out.iterdir()):
+            raise InputError(f"{self.out} exists and is not the directory of a sweep: choose another --out.")
+        known = from_plain(dict[str, Any], before.pop("variants", {}), "variants")
+        pairs = {name: (was, now.get(name)) for name, was in before.items()}
+        pairs |= {f"variant {name}": (was, now["variants"].get(name, was)) for name, was in known.items()}
+        for name, (was, is_now) in pairs.items():
+            if was != is_now:
                 raise InputError(
-                    f"{self.out} holds a sweep with other settings ({name} was {before.get(name)} and is {now} now): "
-                    "choose another --out."
+                    f"{self.out} holds a sweep with other settings ({name} was {was} and is {is_now} now): choose another "
+                    "--out."
                 )
+
+    def _before(self) -> dict[str, Any]:
+        """Return what the directory's sweep.json has; nothing if there is none."""
+        file = self.out / PLAN_FILE
+        return read_record(file, dict[str, Any], "restore it, or choose another --out") if file.exists() else {}
 
 
 def runs_by_seed(folder: Path) -> dict[int, Path]:

@@ -1,5 +1,6 @@
 """Plans: mistakes are refused before anything runs, and a directory keeps the settings of its sweep."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,12 +118,23 @@ def test_other_seeds_variants_and_speed_are_the_same_sweep():
     make_plan("mini", more, base).check()
 
 
+def test_a_sweep_may_get_more_variants(mini):
+    plan = make_plan("mini", mini_config())
+    plan.keep()
+    mini["sweep"] = Sweep("fixed", {"fixed": plan.variants["fixed"], "loud": {"positions.sigma": 9.0}})
+    more = make_plan("mini", mini_config())
+    more.check()
+    more.keep()
+    assert list(more.document()["variants"]) == ["fixed", "loud"]
+    assert list(json.loads(Path("out/sweep.json").read_text())["variants"]) == ["fixed", "noisy", "loud"]
+
+
 def test_a_directory_of_something_else_is_refused(mini):
     make_plan("mini", mini_config()).keep()
     with pytest.raises(InputError, match=r"out holds.*'optim.epochs': 10.*'optim.epochs': 11"):
         make_plan("mini", mini_config(epochs=11)).check()
     mini["sweep"] = Sweep("fixed", {"fixed": {"positions.sigma": 2.0}})
-    with pytest.raises(InputError, match=r"2\.0"):
+    with pytest.raises(InputError, match=r"variant fixed was.*2\.0"):
         make_plan("mini", mini_config()).check()
     Path("out/sweep.json").write_text("{")
     with pytest.raises(InputError, match=r"sweep\.json cannot be read"):
