@@ -31,6 +31,7 @@ from stop_mim.benchmark.config import BenchConfig, PlanConfig
 from stop_mim.errors import InputError, ProcessLost, TrainingDiverged, printable
 from stop_mim.evaluation.config import check_arguments, evaluate_config
 from stop_mim.exchange import EXPORTERS
+from stop_mim.files import user_path
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
 from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
@@ -77,7 +78,7 @@ def _recipes(kind: Callable[..., Any]) -> Any:
 
     found = {name: (options(name), RECIPES.summary(name)) for name in RECIPES}
     for name in filter(_is_config_file, asked):
-        path = Path(name).expanduser()
+        path = user_path(name)
         config = following(with_compat(read_config(path), _asked_compat()), given)
         found[name] = (kind(run_name(path), config), f"The configuration in {name}.")
     return one_of(found)
@@ -515,7 +516,7 @@ def _check_name(command: str, name: str = "") -> None:
 def _require_paths(kind: str, *names: str) -> None:
     """Raise InputError, with the closest path, for a run, an encoder or a dataset that does not exist."""
     for name in names:
-        path = Path(name.partition("#")[0]).expanduser()
+        path = user_path(name.partition("#")[0])
         # Names with a prefix such as timm:, of the hub, and patterns are not paths.
         if any(sign in name for sign in ":*?[{") or name.startswith(("-", "stop-mim/")) or path.exists():
             continue

@@ -46,6 +46,11 @@ def why_not_written(folder: Path) -> str:
     return ""
 
 
+def user_path(name: str | Path) -> Path:
+    """Return a path in which ~ and ~USER are replaced; a user who does not exist has no home, and the path stays as it is."""
+    return Path(os.path.expanduser(name))
+
+
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write(temporary path)` to make a file or a folder, then move it to `path` in one step.
 
@@ -168,7 +173,9 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
         with path.open("ab") as file:
             is_ours = _lock(file, wait)
             # After the file was opened here, its holder may have removed it, and another process created a new one.
-            is_current = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+            is_current = False
+            with suppress(FileNotFoundError):
+                is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
             if wait and not is_current:
                 continue
             try:

@@ -211,7 +211,8 @@ class MultiBlockMasks:
         self.context_tokens = default if wanted is None else wanted
         # A count that leaves no room for blocks without overlap must be possible in most layouts.
         least = FEASIBLE_LAYOUTS if self.context_tokens <= spare else USUAL_LAYOUTS
-        feasible = float((available >= self.context_tokens).float().mean())
+        # A number above the grid's may be too large for a tensor.
+        feasible = float((available >= min(self.context_tokens, math.prod(self.grid) + 1)).float().mean())
         if self.context_tokens < 1 or feasible < least:
             most = int(available.float().quantile(1 - least, interpolation="lower"))
             raise InputError(

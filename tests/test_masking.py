@@ -232,6 +232,7 @@ class TestRelease:
         (lambda: BlockwiseMasks(4, 0.5, scale=(0.5, 0.2)), "masks.target_scale is .0.5, 0.2"),
         (lambda: RandomMasks(2, mask_ratio=0.05), "masks.mask_ratio is 0.05: on a grid of 2x2"),
         (lambda: MultiBlockMasks(8, context_tokens=60), "leave 3[0-9] context patches, fewer than 60"),
+        (lambda: MultiBlockMasks(8, context_tokens=10**20), "fewer than 10"),
         (lambda: MultiBlockMasks(8, target_tokens=12, context_tokens=32), "fewer than 32"),
         (lambda: MultiBlockMasks(8, n_blocks=0), "masks.n_blocks is 0"),
         (lambda: RandomMasks(8, mask_ratio=1.0), "masks.mask_ratio is 1.0"),

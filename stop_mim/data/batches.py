@@ -94,7 +94,7 @@ class Batches:
         """Yield batches, starting with this number; close the generator to stop its workers early."""
         numbers = count(batch) if self.order.length is None else range(batch, self.order.length)
         requests = (Request(self.order.epoch_of(number), self.order.indices(number)) for number in numbers)
-        if self.source.blocks is not None:
+        if self.source.blocks is not None and not isinstance(self._reader, Resident):
             requests = fetched(requests, self.source.fetch, self.source.blocks)
         show = self.view.of_whole if isinstance(self._reader, Resident) else self.view.of_cut
         with closing(self._reader.read(requests)) as found:
@@ -142,7 +142,8 @@ class Batches:
             return False
         if self.order.length is not None:
             return self.source.stacked() is not None or is_cacheable(self.source, self.order.images, size)
-        budget = resident_budget(self.device, placement.processes_on_host)
+        # On a GPU too: every process decodes them in the memory of the host first.
+        budget = min(resident_budget(one, placement.processes_on_host) for one in (self.device, torch.device("cpu")))
         return 3 * self.n_images * size[0] * size[1] <= budget
 
     def _streaming(self, placement: Placement, replace_bad: bool) -> Streamed | GpuDecoded:

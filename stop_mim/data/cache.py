@@ -6,12 +6,17 @@ file that exists is complete.
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from stop_mim.errors import InputError, first_line
-from stop_mim.files import locked, remove_temporaries, why_not_written, write_atomically
+from stop_mim.files import locked, remove_temporaries, user_path, why_not_written, write_atomically
+
+_locks: dict[Path, threading.Lock] = {}
+# A lock that another thread holds while workers are forked would never be released there.
+os.register_at_fork(after_in_child=_locks.clear)
 
 
 class CacheError(InputError):
@@ -25,7 +30,8 @@ def cached_file(name: str, write: Callable[[Path], object]) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / f".{path.name}.lock", wait=True):
+        # A lock file keeps out other processes, but not the threads of this one.
+        with _locks.setdefault(path, threading.Lock()), locked(path.parent / f".{path.name}.lock", wait=True):
             if not path.exists():
                 remove_temporaries(path.parent, [path.name])
                 write_atomically(path, write)
@@ -46,12 +52,12 @@ def damage_named(path: Path) -> Iterator[None]:
 
 def cache_folder() -> Path:
     """Return the folder of cached files: $STOP_MIM_CACHE or ~/.cache/stop-mim."""
-    return Path(os.environ.get("STOP_MIM_CACHE") or "~/.cache/stop-mim").expanduser()
+    return user_path(os.environ.get("STOP_MIM_CACHE") or "~/.cache/stop-mim")
 
 
 def download_folder() -> Path:
     """Return the folder of downloaded datasets: $STOP_MIM_DATA or ~/.cache/stop-mim/data."""
-    return Path(os.environ.get("STOP_MIM_DATA") or "~/.cache/stop-mim/data").expanduser()
+    return user_path(os.environ.get("STOP_MIM_DATA") or "~/.cache/stop-mim/data")
 
 
 def require_writable_cache(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Work done ahead of its use: on another CUDA stream, in a thread, or in worker processes."""
 
 import atexit
+import pickle
 import signal
 import traceback
 from collections import deque
@@ -253,12 +254,22 @@ def _serve(work: Callable[[Any], Any], pipe: connection.Connection, others: list
         try:
             answer = (True, work(request))
         except Exception as error:
-            error.add_note(traceback.format_exc())
-            answer = (False, error)
+            answer = (False, _portable(error))
+            answer[1].add_note(traceback.format_exc())
         try:
             pipe.send(answer)
         except (BrokenPipeError, ConnectionResetError):
             return
-        except Exception as error:
-            # The answer cannot be pickled.
-            pipe.send((False, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]} ({error})")))
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error, or one with the same message if the error cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return (
+            InputError(str(error))
+            if isinstance(error, InputError)
+            else RuntimeError(f"{type(error).__name__}: {error}")
+        )
+    return error

@@ -23,7 +23,7 @@ from stop_mim.data.scenes import RENDERER_VERSION, render_video
 from stop_mim.data.sources.folder import sub_folders
 from stop_mim.data.sources.scenes import parse_options
 from stop_mim.errors import InputError, first_line
-from stop_mim.files import require_regular, write_atomically
+from stop_mim.files import require_regular, user_path, write_atomically
 
 VOID = 255
 LAYOUT = "JPEGImages/480p/SEQUENCE/00000.jpg and Annotations/480p/SEQUENCE/00000.png"
@@ -178,7 +178,7 @@ def open_videos(name: str, split: str = "val", needs_frames: bool = True) -> lis
         chosen = parse_options(options, _SCENE_OPTIONS)
         count = chosen.pop("count")
         return [SceneClip(index, **chosen) for index in range(count)]
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     # The empty name would be the current folder.
     if not name or not folder.is_dir():
         raise InputError(f"There are no videos '{name}': give a folder with {LAYOUT}, or scenes.")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +14,7 @@ from stop_mim.data.labelled import LabelledSet, hold_out
 from stop_mim.data.sources import NoSplit, open_source
 from stop_mim.data.videos import Video
 from stop_mim.errors import InputError
+from stop_mim.files import user_path
 
 TEST_FRACTION = 0.2
 FEWEST_OBJECTS = 3
@@ -69,7 +69,7 @@ def kinds_of_data(name: str) -> set[str]:
     """Return whether a name stands for images, videos or, as scenes do, both."""
     if name.partition(":")[0] == "scenes":
         return {"images", "videos"}
-    is_davis = bool(name) and any((Path(name).expanduser() / part).is_dir() for part in ("JPEGImages", "Annotations"))
+    is_davis = bool(name) and any((user_path(name) / part).is_dir() for part in ("JPEGImages", "Annotations"))
     return {"videos"} if is_davis else {"images"}
 
 

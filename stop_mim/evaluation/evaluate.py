@@ -16,7 +16,7 @@ from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_ta
 from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_subject
 from stop_mim.evaluation.task import TASKS, Task
 from stop_mim.exchange.loading import run_of
-from stop_mim.files import require_writable
+from stop_mim.files import require_writable, user_path
 from stop_mim.records import write_json
 from stop_mim.results import (
     RESULTS_FILE,
@@ -170,7 +170,7 @@ def _baselines(
     labelled = data[frozen[0]][0]
     if config.untrained == "auto" and len(labelled.train) + len(labelled.test) > MOST_IMAGES_OF_BASELINES:
         return []
-    runs = [name for name in names if run_of(name) == Path(name).expanduser().resolve()]
+    runs = [name for name in names if run_of(name) == user_path(name).resolve()]
     return [name for name in (f"{UNTRAINED}{run}" for run in runs) if name not in names]
 
 

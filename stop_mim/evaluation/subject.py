@@ -25,6 +25,7 @@ from stop_mim.evaluation.features import (
 from stop_mim.evaluation.protocols import Protocol, choose_protocol
 from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.exchange.loading import load_encoder, run_of
+from stop_mim.files import user_path
 from stop_mim.models.encoder import FrozenEncoder
 from stop_mim.results import UNTRAINED
 from stop_mim.training.distributed import Ranks, any_rank
@@ -141,7 +142,7 @@ def open_subject(
 ) -> Subject | GivenMasks:
     """Return the masks or the encoder of a name, the latter with the pooling and image size of the config."""
     if name.startswith(MASKS):
-        return GivenMasks(name, Path(name.removeprefix(MASKS)).expanduser(), ranks)
+        return GivenMasks(name, user_path(name.removeprefix(MASKS)), ranks)
     encoder = load_encoder(name)
     if config.pool not in ("auto", *encoder.pools):
         raise InputError(f"pool is {config.pool}: '{name}' has no class token; choose mean or auto.")

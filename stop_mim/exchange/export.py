@@ -13,7 +13,7 @@ from stop_mim.exchange import EXPORTERS
 from stop_mim.exchange.formats import Exported, Place
 from stop_mim.exchange.loading import load_encoder, locate
 from stop_mim.exchange.releases import RELEASE
-from stop_mim.files import SECONDS_A_DAY, remove_temporaries, write_atomically
+from stop_mim.files import SECONDS_A_DAY, remove_temporaries, user_path, write_atomically
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.encoder_file import ENCODER_FILE
 from stop_mim.results import RESULTS_FILE, read_results
@@ -153,7 +153,7 @@ def _escape(text: str) -> str:
 
 def _short(name: str) -> str:
     """Return the last part of an absolute path: a card does not show the author's folders."""
-    return name.rstrip("/").rpartition("/")[2] if Path(name).expanduser().is_absolute() else name
+    return name.rstrip("/").rpartition("/")[2] if user_path(name).is_absolute() else name
 
 
 def _training(origin: Origin) -> str:

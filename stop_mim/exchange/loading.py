@@ -22,7 +22,7 @@ from stop_mim.exchange.importing import (
     state_of,
 )
 from stop_mim.exchange.releases import MODEL_FILES, PUBLISHED, RELEASE, RELEASES, fetch_release
-from stop_mim.files import read_safetensors
+from stop_mim.files import read_safetensors, user_path
 from stop_mim.hub import fetch, hub_or_cache
 from stop_mim.models.build import build_encoder, build_objective
 from stop_mim.models.encoder import Encoder, FrozenEncoder
@@ -65,9 +65,9 @@ class Named(NamedTuple):
 
 def locate(name: str | Path) -> Named:
     """Return what the name of an encoder refers to; released and published models are downloaded."""
-    path, (file, _, asked) = Path(name).expanduser(), str(name).rpartition("#")
+    path, (file, _, asked) = user_path(name), str(name).rpartition("#")
     part = next((part for part in PARTS if part == asked and not path.exists()), None)
-    path = path if part is None else Path(file).expanduser()
+    path = path if part is None else user_path(file)
     if str(path).startswith(RELEASE):
         path = fetch_release(str(path).removeprefix(RELEASE))
     elif str(path).startswith(PUBLISHED) and not path.exists():
@@ -184,7 +184,7 @@ def _untrained(name: str, pretrained: bool) -> FrozenEncoder:
     if name.startswith(tuple(ENCODERS)):
         with seeded_weights(0):
             return load_encoder(name, pretrained=False)
-    config = RunFolder(Path(name).expanduser()).config()
+    config = RunFolder(user_path(name)).config()
     with seeded_weights(derive_seed(config.seed, "weights")):
         return build_encoder(config.encoder).eval()
 

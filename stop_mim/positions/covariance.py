@@ -41,7 +41,7 @@ COVARIANCES: Registry[type[Covariance]] = Registry("covariance", __name__)
 
 def make_covariance(name: str, dim: int, projection: nn.Linear | None) -> Covariance:
     """Return the covariance of that name, such as "tied" or "low_rank(8)"."""
-    found = re.fullmatch(r"(\w+)\((\d+)\)", name)
+    found = re.fullmatch(r"(\w+)\((\d{1,9})\)", name)
     form = COVARIANCES.find(found[1] if found else name)
     if (found is None) != (form.parameter is None):
         given = name.partition("(")[0] + (f"({form.parameter})" if form.parameter else "")

@@ -14,9 +14,10 @@ from stop_mim.errors import InputError
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import TrainConfig
-from stop_mim.training.distributed import require_same
+from stop_mim.training.distributed import Ranks, require_same
 from stop_mim.training.inputs import StepInputs
 from stop_mim.training.run_folder import RunFolder
+from stop_mim.training.trial import largest_divisor
 from stop_mim.training.watch import watch
 
 CHECKPOINT_VERSION = 3
@@ -99,6 +100,15 @@ def open_checked_images(
     if before is not None:
         check_continuation(before, identity, config.data, display.warn)
     return images, identity
+
+
+def fit_processes(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """Return the config with fewer images at once where its number does not fit the processes of this session."""
+    at_once, images = config.speed.batch_size_per_device, config.optim.batch_size
+    if at_once is None or images % ranks.world_size or images // ranks.world_size % at_once == 0:
+        return config
+    at_once = largest_divisor(images // ranks.world_size, at_once)
+    return replace(config, speed=replace(config.speed, batch_size_per_device=at_once))
 
 
 def load_as_before(config: TrainConfig, before: Mapping[str, Any], device: torch.device) -> TrainConfig:

@@ -131,7 +131,8 @@ def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
     if total % (per_device * ranks.world_size):
         raise InputError(
             f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size} "
-            f"({per_device} images on each of {ranks.world_size} devices)."
+            f"({per_device} images on each of {ranks.world_size} devices); change it, speed.batch_size_per_device or the "
+            "number of processes."
         )
     if config.masks.compat == "release":
         # No batch may have masks of two sizes.

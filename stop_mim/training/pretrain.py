@@ -32,6 +32,7 @@ from stop_mim.training.callbacks.trackers import open_trackers
 from stop_mim.training.config import SpeedConfig, TrainConfig
 from stop_mim.training.continuation import (
     at_absolute_paths,
+    fit_processes,
     load_as_before,
     open_checked_images,
     open_checkpoint,
@@ -225,6 +226,9 @@ def resume(
             raise InputError(f"stop_after_steps is {stop_after_steps}, and step {step} is done: give a later step.")
         if data is not None:
             on_main(ranks, folder.discard_bad_images)
+        # A number of images at once that is given for this session is not changed.
+        if config.speed.batch_size_per_device == original.speed.batch_size_per_device:
+            config = fit_processes(config, ranks)
         for error in damaged:
             display.warn(f"{error} Using an older checkpoint (--or-older).")
         parts = prepare(config, folder, ranks, display, None if saved is None else saved.state["run"])

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 
 from stop_mim.data.image_source import skipped
 from stop_mim.errors import InputError, printable
-from stop_mim.files import append_line, locked, remove_temporaries, require_regular, write_atomically
+from stop_mim.files import append_line, locked, remove, remove_temporaries, require_regular, write_atomically
 from stop_mim.models.encoder_file import ENCODER_FILE
 from stop_mim.records import MOST, from_plain, read_record
 from stop_mim.training.checkpoint import checkpoints_in
@@ -24,6 +25,7 @@ from stop_mim.training.config import TrainConfig, to_json
 
 PACKAGES = ("stop-mim", "torch", "torchvision", "timm", "numpy", "safetensors")
 LOCK_FILE = ".lock"
+BAD_IMAGES_FILES = re.compile(r"bad_images(\.rank\d+)?(\.probe-(train|test))?\.txt")
 # Facts of a session that the code reads; the others are for the user.
 SESSION_FACTS: dict[str, Any] = {
     "recipe": str,
@@ -89,7 +91,7 @@ class RunFolder:
             file.unlink()
 
     def _bad_images_files(self) -> list[Path]:
-        return list(self.path.glob(f"{self.bad_images_file.stem}*.txt"))
+        return [file for file in self.path.glob("bad_images*") if BAD_IMAGES_FILES.fullmatch(file.name)]
 
     def create(
         self, config: TrainConfig, recipe: str, weights: str | None = None, ignored: Mapping[str, int] | None = None
@@ -156,7 +158,9 @@ class RunFolder:
             write_atomically(self.metrics_file, lambda file: file.write_text(text))
         for later, path in checkpoints_in(self.checkpoints).items():
             if later > step:
-                path.replace(path.with_name(f"{path.name}.superseded"))
+                aside = path.with_name(f"{path.name}.superseded")
+                remove(aside)
+                path.replace(aside)
         if config is not None:
             self.write_config(config)
         self.record_environment({"resumed_at_step": step})

@@ -203,6 +203,15 @@ def test_a_stored_view_resizes_resident_images_unless_all_are_as_small(monkeypat
     torch.testing.assert_close(bytes_of(batch.images), expected.float(), atol=0.01, rtol=0)
 
 
+def test_blocks_of_images_in_memory_are_not_fetched(monkeypatch):
+    source = Painted(16)
+    source.blocks = np.array([8, 16])
+    monkeypatch.setattr(source, "fetch", lambda block: pytest.fail("fetched"))
+    placement = Placement("resident", workers=0, stored_view=TestView((10, 12), 12))
+    batches = Batches(source, ShuffledOrder(16, 8), RandomCrop(PLAIN, (8, 8)), placement, CPU)
+    assert len(take(batches, 2)) == 2
+
+
 def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
     one, mixed = Painted(), Painted(sizes=((10, 12), (12, 10)))
     assert "resident: 60 images of 10x12" in make(one).description

@@ -1,6 +1,9 @@
 """The disk cache: a file is written once, by whichever process comes first, and is complete if it exists."""
 
 import multiprocessing
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from written_images import one_sentence
@@ -66,6 +69,23 @@ def test_of_processes_that_begin_at_once_one_writes(folder):
         process.join()
     assert (writers.get(), writers.empty()) == ("one", True)
     assert [path.name for path in folder.iterdir()] == ["hello.txt"]
+
+
+def test_of_threads_that_begin_at_once_one_writes(folder):
+    barrier, writers = threading.Barrier(3), []
+
+    def write(draft):
+        writers.append("one")
+        time.sleep(0.05)
+        hello(draft)
+
+    def work(_):
+        barrier.wait()
+        return cached_file(NAME, write).read_text()
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(work, range(3))) == ["hello"] * 3
+    assert writers == ["one"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(folder):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stop_mim.data.lookahead import mapped, prefetched
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, MissingExtra
 
 CPU = torch.device("cpu")
 
@@ -112,10 +112,16 @@ def test_workers_ignore_signals_and_end_in_silence_with_a_parent_that_is_killed(
     assert capfd.readouterr().err == ""
 
 
+def open_shards():
+    # An exception that cannot be unpickled from its message alone.
+    raise MissingExtra("wds: shards", "braceexpand", "wds")
+
+
 @pytest.mark.parametrize(
     ("break_down", "message"),
     [
         (lambda: [][1], "IndexError: list index out of range"),
+        (lambda: open_shards(), r"wds: shards needs the package 'braceexpand'"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "by signal 9"),
         (lambda: os._exit(3), "with exit code 3"),
     ],

@@ -62,8 +62,9 @@ def test_image_columns_of_other_names_and_plain_bytes(tmp_path, column, plain):
     assert source.labels == {}
 
 
-def test_string_labels_are_numbered_in_sorted_order(tmp_path):
-    write_parquet(tmp_path / "x.parquet", [1, 2, 3], ["dog", "ant", "dog"])
+@pytest.mark.parametrize("encode", [list, lambda labels: pa.array(labels).dictionary_encode()])
+def test_string_labels_are_numbered_in_sorted_order(tmp_path, encode):
+    write_parquet(tmp_path / "x.parquet", [1, 2, 3], encode(["dog", "ant", "dog"]))
     source = open_source(str(tmp_path / "x.parquet"))
     assert source.class_names == ("ant", "dog")
     assert source.labels["class"].tolist() == [1, 0, 1]
@@ -80,6 +81,8 @@ def test_parquet_without_images_lists_its_columns(tmp_path):
     assert_refused(tmp_path / "x.parquet", r"no column of images.*text, label\.")
     pq.write_table(pa.table({"left": [b"a"], "right": [b"b"]}), tmp_path / "y.parquet")
     assert_refused(tmp_path / "y.parquet", r"more than one column of images.*left, right\.")
+    pq.write_table(pa.Table.from_arrays([pa.array([b"a"])] * 2, ["image"] * 2), tmp_path / "z.parquet")
+    assert_refused(tmp_path / "z.parquet", r"more than one column of images.*image, image\.")
 
 
 def test_unusable_parquet_files_are_refused(tmp_path):
@@ -87,6 +90,8 @@ def test_unusable_parquet_files_are_refused(tmp_path):
     assert_refused(tmp_path / "empty.parquet", "has no rows")
     (tmp_path / "text.parquet").write_text("no parquet, but long enough to have a footer")
     assert_refused(tmp_path / "text.parquet", r"text\.parquet cannot be read")
+    write_parquet(tmp_path / "large.parquet", [1], pa.array([2**63], pa.uint64()))
+    assert_refused(tmp_path / "large.parquet", "labels 'label' do not fit into 64 bits")
     write_parquet(tmp_path / "p-1.parquet", [1])
     write_parquet(tmp_path / "p-2.parquet", [1], column="img")
     assert_refused(tmp_path / "p-*.parquet", "no column 'image' like that of")

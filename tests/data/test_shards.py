@@ -65,6 +65,9 @@ def test_unusable_shards_are_refused(tmp_path):
     assert_refused(f"wds:{tmp_path}/text.tar", "have no images")
     write_shard(tmp_path / "label.tar", [("a.png", encoded(1)), ("a.cls", b"cat")])
     assert_refused(f"wds:{tmp_path}/label.tar", r"label\.tar#a\.cls contains b'cat'")
+    write_shard(tmp_path / "large.tar", [("a.png", encoded(1)), ("a.cls", b"9" * 20)])
+    assert_refused(f"wds:{tmp_path}/large.tar", r"large\.tar#a\.cls contains b'9")
+    assert_refused(f"wds:{tmp_path}/{{a", "cannot be expanded")
 
 
 @pytest.mark.parametrize("size", [b"\x80" + b"\x7f" * 11, b"\xff" * 12])

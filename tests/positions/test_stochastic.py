@@ -114,6 +114,7 @@ def test_deepcopy_of_a_model_keeps_the_tie(projection):
         ({"apply_to": "all"}, "apply_to is 'all'"),
         ({"covariance": "tide"}, "'tide': did you mean 'tied'"),
         ({"covariance": "low_rank(9)"}, r"low_rank\(9\).* 1 to 8"),
+        ({"covariance": f"low_rank({'9' * 5000})"}, "low_rank"),
         ({"covariance": "low_rank"}, r"'low_rank': write low_rank\(r\)"),
         ({"covariance": "tied(3)"}, r"'tied\(3\)': write tied\."),
         ({"convention": "code"}, "convention is 'code'"),

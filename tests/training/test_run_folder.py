@@ -9,7 +9,7 @@ import torch
 from tiny_run import quietly, run, tiny_config
 
 from stop_mim.errors import InputError
-from stop_mim.training.checkpoint import checkpoint_path, checkpoints_in
+from stop_mim.training.checkpoint import SUFFIX, checkpoint_path, checkpoints_in
 from stop_mim.training.pretrain import resume
 from stop_mim.training.run_folder import LOCK_FILE, RunFolder, read_metrics
 
@@ -85,6 +85,30 @@ def test_later_checkpoints_are_set_aside(folder):
     assert {file.name: file.read_text() for file in folder.checkpoints.iterdir() if "12" in file.name} == {
         "step-00000012.safetensors.superseded": "12"
     }
+
+
+def test_a_sharded_checkpoint_can_be_set_aside_twice(folder):
+    folder.create(tiny_config(), "tiny")
+    for contents in ("first", "second"):
+        path = checkpoint_path(folder.checkpoints, 8, SUFFIX)
+        path.mkdir(parents=True)
+        (path / "shard").write_text(contents)
+        folder.resume_at(4)
+    (aside,) = folder.checkpoints.iterdir()
+    assert (aside / "shard").read_text() == "second"
+
+
+def test_files_of_the_user_are_no_lists_of_bad_images(folder):
+    folder.path.mkdir()
+    for name in ("bad_images.txt", "bad_images.rank3.txt", "bad_images.probe-test.txt"):
+        (folder.path / name).write_text("")
+    folder.require_new()
+    folder.discard_bad_images()
+    (folder.path / "bad_images_of_my_camera.txt").write_text("")
+    with pytest.raises(InputError, match="not an empty directory"):
+        folder.require_new()
+    folder.discard_bad_images()
+    assert [path.name for path in folder.path.iterdir()] == ["bad_images_of_my_camera.txt"]
 
 
 def test_every_session_is_recorded_with_its_versions(folder):

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_run import checkpoint_at, go_on, run, tiny_config, train_in, write_colours
+from tiny_run import checkpoint_at, go_on, run, tiny_config, tiny_objective, train_in, write_colours
 from torch.distributed.tensor.debug import CommDebugMode
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.training import pretrain
 from stop_mim.training.acceleration import require_possible
+from stop_mim.training.callbacks.checkpoint import SaveShardedRun
 from stop_mim.training.checkpoint import SUFFIX, checkpoint_path, checkpoints_in, read_checkpoint
 from stop_mim.training.config import PositionsConfig, ProbeConfig, SpeedConfig
 from stop_mim.training.distributed import Ranks, device_mesh, process_group
@@ -83,6 +84,13 @@ def test_the_encoder_of_a_sharded_run_is_one_file_and_that_of_any_checkpoint(run
     for name, tensor in file.items():
         assert torch.equal(tensor, shards[name])
         assert torch.equal(tensor, saved[f"model.target.{name}"])
+
+
+def test_an_encoder_that_is_written_in_the_background_is_a_copy():
+    saver = object.__new__(SaveShardedRun)
+    saver.encoder = tiny_objective().frozen
+    ours = {tensor.data_ptr() for tensor in saver.encoder.state_dict().values()}
+    assert ours.isdisjoint(tensor.data_ptr() for tensor in saver._whole_encoder().values())
 
 
 def test_a_process_that_resumes_reads_no_whole_tensor_of_the_model(runs):

@@ -17,6 +17,7 @@ from stop_mim.data.image_source import UNREAD_PHOTOS, ImageSource, Labels, class
 from stop_mim.data.sources import SPLIT_NAMES, are_splits, choose_split, source
 from stop_mim.data.sources.parquet import ParquetSource, parquet_files
 from stop_mim.errors import InputError
+from stop_mim.files import user_path
 
 WHOLE_BYTES, FILES_LOOKED_AT = 2**28, 256
 """Without times, a fingerprint depends on all bytes up to a total of 256 MiB, otherwise on the bytes of 256 files."""
@@ -25,13 +26,13 @@ WHOLE_BYTES, FILES_LOOKED_AT = 2**28, 256
 @source(
     "folder",
     help="a folder of images",
-    matches=lambda name: Path(name).expanduser().is_dir(),
+    matches=lambda name: user_path(name).is_dir(),
     is_path=True,
     is_general=True,
 )
 def open_folder(name: str, split: str) -> ImageSource:
     """Open images, class folders, splits of them, or parquet files."""
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     class_names: tuple[str, ...] = ()
     names = sub_folders(folder)
     outside: dict[str, int] = {}

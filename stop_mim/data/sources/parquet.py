@@ -22,7 +22,7 @@ from stop_mim.data.decode import BadImage
 from stop_mim.data.image_source import ImageSource, Labels, class_labels
 from stop_mim.data.order import BLOCKS_TOGETHER
 from stop_mim.data.sources import SPLIT_NAMES, choose_split, source
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, first_line
 
 MEMORY_LIMIT = 2 * 2**30
 """Sets of files below this many bytes are held in memory."""
@@ -107,11 +107,13 @@ class TableSource(ImageSource):
 def image_column(schema: pa.Schema, name: str) -> str:
     """The column that holds the images: 'image', 'img', or else the only one that can."""
     possible = [field.name for field in schema if _can_hold_images(field.type)]
+    # A name that two columns have names neither.
+    usable = [column for column in possible if schema.names.count(column) == 1]
     for column in _IMAGE_COLUMNS:
-        if column in possible:
+        if column in usable:
             return column
-    if len(possible) == 1:
-        return possible[0]
+    if len(usable) == len(possible) == 1:
+        return usable[0]
     raise InputError(
         f"{name} has {'no' if not possible else 'more than one'} column of images: rename one to 'image' (binary, or a "
         f"struct with bytes); its columns are {', '.join(schema.names) or '(none)'}."
@@ -121,7 +123,8 @@ def image_column(schema: pa.Schema, name: str) -> str:
 def label_column(schema: pa.Schema) -> str | None:
     """The column of class labels (integers or strings), if there is one."""
     for column in _LABEL_COLUMNS:
-        kind = schema.field(column).type if column in schema.names else pa.null()
+        kind = schema.field(column).type if schema.names.count(column) == 1 else pa.null()
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
             return column
     return None
@@ -136,8 +139,16 @@ def read_classes(schema: pa.Schema, read: Callable[[str], pa.ChunkedArray]) -> t
     if column is None:
         return {}, ()
     labels = read(column)
+    if pa.types.is_dictionary(labels.type):
+        labels = labels.cast(labels.type.value_type)
     if pa.types.is_integer(labels.type):
-        return class_labels(pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()), _class_names(schema, column)
+        try:
+            integers = pc.fill_null(labels.cast(pa.int64()), -1).to_numpy()
+        except pa.ArrowInvalid as error:
+            raise InputError(
+                f"The labels '{column}' do not fit into 64 bits ({first_line(error)}): renumber them."
+            ) from error
+        return class_labels(integers), _class_names(schema, column)
     names = tuple(sorted(label for label in pc.unique(labels).to_pylist() if label is not None))
     positions = pc.index_in(labels, value_set=pa.array(names, labels.type), skip_nulls=True)
     return class_labels(pc.fill_null(positions, -1).cast(pa.int64()).to_numpy()), names

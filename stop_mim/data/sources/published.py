@@ -18,7 +18,7 @@ from stop_mim.data.image_source import ImageSource, Labels, class_labels
 from stop_mim.data.sources import choose_split, source
 from stop_mim.data.sources.folder import FileSource
 from stop_mim.errors import InputError, first_line
-from stop_mim.files import require_regular
+from stop_mim.files import require_regular, user_path
 
 _SPLITS = ("train", "val")
 # Where the archives of Places205 put the lists and the images, and where users move them to.
@@ -29,7 +29,7 @@ _PLACES205_CLASSES = 205
 
 def _is_clevr(name: str) -> bool:
     """Whether the folder has CLEVR's images by split, and scenes or at least questions."""
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     described = any((folder / other).is_dir() for other in ("scenes", "questions"))
     return described and any((folder / "images" / split).is_dir() for split in (*_SPLITS, "test"))
 
@@ -37,7 +37,7 @@ def _is_clevr(name: str) -> bool:
 @source("clevr", help="a folder of CLEVR", matches=_is_clevr, is_path=True)
 def open_clevr(name: str, split: str) -> ImageSource:
     """Open a folder of CLEVR, labelled with the count of objects and the distance of the nearest."""
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     split = choose_split(split, [one for one in _SPLITS if (folder / "images" / one).is_dir()], name)
     images, scenes_path = folder / "images" / split, folder / "scenes" / f"CLEVR_{split}_scenes.json"
     scenes = _read_scenes(scenes_path)
@@ -71,7 +71,7 @@ def open_places205(name: str, split: str) -> ImageSource:
     paths, classes = zip(*pairs, strict=True)
     names = {label: path.rpartition("/")[0] for path, label in pairs}
     class_names = tuple(names.get(label, str(label)) for label in range(_PLACES205_CLASSES))
-    images = _places205_images(Path(name).expanduser(), paths[0], list_path)
+    images = _places205_images(user_path(name), paths[0], list_path)
     return FileSource(images, paths, name, class_labels(np.array(classes)), class_names, "places205")
 
 
@@ -88,7 +88,7 @@ def open_inaturalist(name: str, split: str) -> ImageSource:
     pairs, class_names = _read_annotations(path)
     # The first folder of a file's name is the one that the archive unpacks to.
     paths = _checked_paths((file_name.partition("/")[2] for file_name, _ in pairs), path)
-    images = Path(name).expanduser() / "train_val2018"
+    images = user_path(name) / "train_val2018"
     if not (images / paths[0]).is_file():
         raise InputError(
             f"{images / paths[0]}, the first image of {path}, is missing: unpack the images into {images}."
@@ -99,7 +99,7 @@ def open_inaturalist(name: str, split: str) -> ImageSource:
 
 def _lists(folder: str, name: str) -> dict[str, Path]:
     """Return the lists of a folder that are there, by split."""
-    paths = {split: Path(folder).expanduser() / name.format(split) for split in _SPLITS}
+    paths = {split: user_path(folder) / name.format(split) for split in _SPLITS}
     return {split: path for split, path in paths.items() if path.is_file()}
 
 

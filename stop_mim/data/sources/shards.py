@@ -34,7 +34,13 @@ class ShardSource(FilesSource):
             from braceexpand import braceexpand
         except ImportError as error:
             raise MissingExtra("wds: shards", "braceexpand", "wds") from error
-        files = find_files(braceexpand(pattern))
+        try:
+            names = list(braceexpand(pattern))
+        except ValueError as error:
+            raise InputError(
+                f"The pattern wds:{pattern} cannot be expanded ({first_line(error)}): write wds:shards-{{000..099}}.tar."
+            ) from error
+        files = find_files(names)
         self._fetched: dict[int, Path] = {}
         indexes = [_read_index(file) for file in files]
         # Arrays, not lists: reading a list's items in forked workers would copy its memory page by page.
@@ -124,12 +130,10 @@ def _class(sample: dict[str, tarfile.TarInfo], file: BufferedIOBase, shown: str)
     file.seek(member.offset_data)
     text = file.read(member.size)
     try:
-        if "cls" in sample:
-            return int(text)
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        fields = {"label": int(text)} if "cls" in sample else json.loads(text)
+        label = fields.get("label") if isinstance(fields, dict) else None
+        return int(np.int64(label)) if isinstance(label, int) else -1
+    except (ValueError, RecursionError, OverflowError) as error:
         raise InputError(
             f"{shown}#{member.name} contains {text[:20]!r}: write an integer into a .cls and valid JSON into a .json."
         ) from error
-    label = fields.get("label") if isinstance(fields, dict) else None
-    return label if isinstance(label, int) else -1

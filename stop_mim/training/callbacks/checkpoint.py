@@ -136,7 +136,9 @@ class SaveShardedRun(SaveRun):
 
     def _whole_encoder(self) -> dict[str, Tensor]:
         """Gather the encoder, tensor by tensor; all processes must ask for it."""
-        return {name: whole_tensor(tensor).detach().cpu() for name, tensor in self.encoder.state_dict().items()}
+        # Copied, because training continues while they are written.
+        tensors = self.encoder.state_dict().items()
+        return {name: whole_tensor(tensor).detach().to("cpu", copy=True) for name, tensor in tensors}
 
     def _write_encoder(self, tensors: dict[str, Tensor]) -> None:
         with torch.device("meta"):
