@@ -36,7 +36,7 @@ from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
 from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins, unknown_name
-from stop_mim.sweeps.grid import SWEEPS
+from stop_mim.sweeps.grid import SWEEPS, varied
 from stop_mim.sweeps.plan import SweepConfig, base_config
 from stop_mim.training.config import SpeedConfig, TrainConfig, flat, require_data
 from stop_mim.training.config_file import read_config, run_name
@@ -241,6 +241,10 @@ class Sweep:
         base, unknown = parse(TrainConfig, overrides, default=default, prog="stop-mim sweep")
         refuse_unknown(unknown, self, base)
         axes = self._axes(base)
+        sets = [variant.keys() for variant in varied(SWEEPS.find(self.run.name)(), axes).variants.values()]
+        for path in set(given).intersection(*sets):
+            option = f"--{path.replace('_', '-')}"
+            raise InputError(f"{option} is {given[path]}, but every variant of this sweep sets {path}: leave it out.")
         from stop_mim.sweeps.run import run_sweep
 
         summary = run_sweep(self.run.name, self.run.config, base, axes=axes)
@@ -262,8 +266,7 @@ class Sweep:
                 raise unknown_name("field", path, fields)
             if instead := {"seed": "--seeds", "out": "--out"}.get(path):
                 raise InputError(f"--vary has {path}, and a sweep sets {path} in every run: give {instead} instead.")
-            if len(set(texts)) < max(2, len(texts)):
-                raise InputError(f"--vary {' '.join([path, *texts])}: give at least two values, each once.")
+            values = axes.setdefault(path, [])
             group, dot, name = flag.rpartition(".")
             switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]}
             for text in texts:
@@ -272,7 +275,9 @@ class Sweep:
                 options = switches.get(text.lower(), [f"--{flag}", *elements])
                 config, unknown = parse(TrainConfig, options, default=base, prog="stop-mim sweep")
                 refuse_unknown(unknown, base)
-                axes.setdefault(path, []).append(operator.attrgetter(path)(config))
+                values.append(operator.attrgetter(path)(config))
+            if len(texts) < 2 or any(value in values[:i] for i, value in enumerate(values)):
+                raise InputError(f"--vary {' '.join([path, *texts])}: give at least two values, each once.")
         return axes
 
 
@@ -376,8 +381,8 @@ class Bench:
 
         config, bench = self.run.config, self.run.bench
         if bench.images == "auto":
-            given = config.data != find_recipe(self.run.recipe).data
-            bench = dataclasses.replace(bench, images="data" if given else "synthetic")
+            usual = find_recipe(self.run.recipe) if self.run.recipe in RECIPES else TrainConfig()
+            bench = dataclasses.replace(bench, images="synthetic" if config.data == usual.data else "data")
         run_bench(config, bench, self.run.recipe)
 
 

@@ -9,6 +9,7 @@ import difflib
 import importlib
 import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -114,14 +115,22 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
 def load_plugins() -> None:
     """Import the modules that register entries from outside the package.
 
-    These are the modules named in the environment variable STOP_MIM_PLUGINS, separated by commas, and the entry points
-    of the group `stop_mim.plugins` of installed packages.
+    These are the modules named in the environment variable STOP_MIM_PLUGINS, separated by commas, from the Python path or
+    the current folder, and the entry points of the group `stop_mim.plugins` of installed packages.
     """
-    for name in filter(None, os.environ.get(PLUGINS_VARIABLE, "").split(",")):
+    names = [name.strip() for name in os.environ.get(PLUGINS_VARIABLE, "").split(",") if name.strip()]
+    if names and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+            raise InputError(
+                f"{PLUGINS_VARIABLE} names '{name}': give the name of a module, such as my_plugin for my_plugin.py."
+            )
         try:
-            importlib.import_module(name.strip())
+            importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name != name.strip():
+            # A module that the plugin itself misses is an error of the plugin.
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise InputError(
                 f"{PLUGINS_VARIABLE} names the module '{name}', which cannot be found: check PYTHONPATH."

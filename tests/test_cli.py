@@ -117,6 +117,17 @@ for line in {lines}:
         (["pretrain", "demo", "--optim.lrr", "1"], "--optim.lrr: did you mean --optim.lr?"),
         (["sweep", "--vary", "optim.lrr", "1", "2"], "There is no field 'optim.lrr': did you mean 'optim.lr'?"),
         (["sweep", "--seeds", "0", "--vary", "optim.lr", "1e-3"], "optim.lr 1e-3: give at least two values"),
+        (
+            ["sweep", "--vary", "optim.lr", "5e-4", "0.0005"],
+            "optim.lr 5e-4 0.0005: give at least two values, each once",
+        ),
+        (["sweep", "--vary", "optim.lr", "0.10000001", "0.1"], "'lr-0.1': give values that differ"),
+        (["sweep", "sigma", "--vary", "positions.sigma", "1", "2"], "which the variant 'sigma-0' sets itself"),
+        (
+            ["sweep", "sigma", "--positions.sigma", "0.7"],
+            "--positions.sigma is 0.7, but every variant of this sweep sets",
+        ),
+        (["sweep", "--vary", "optim.lr", "1", "2", "--optim.lr", "3"], "--optim.lr is 3, but every variant"),
         (["sweep", "--vary"], "--vary has no value"),
         (["sweep", "--vary", "seed", "1", "2"], "a sweep sets seed in every run: give --seeds instead"),
         (["sweep", "--vary", "out", "a", "b"], "a sweep sets out in every run: give --out instead"),
@@ -161,6 +172,10 @@ for line in {lines}:
         (
             ["sweep", "tokens", "--low-shot-list", "missing.txt", "--scale", "imagenet", "--data", "scenes"],
             "missing.txt: No such file",
+        ),
+        (
+            ["sweep", "tokens", "--low-shot-list", __file__, "--scale", "imagenet", "--data", "scenes:count=9,size=32"],
+            f"names in {__file__} are not in scenes",
         ),
     ],
 )

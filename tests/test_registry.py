@@ -60,7 +60,27 @@ def test_a_name_cannot_be_taken_twice():
         things.register("a")(2)
 
 
-def test_a_plugin_that_does_not_exist_is_named(monkeypatch):
-    monkeypatch.setenv("STOP_MIM_PLUGINS", "no_such_plugin")
-    with pytest.raises(InputError, match="'no_such_plugin'"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_plugin", "'no_such_plugin', which cannot be found: check PYTHONPATH"),
+        ("no_such_package.plugin", "'no_such_package.plugin', which cannot be found"),
+        ("my_plugin.py", r"'my_plugin.py': give the name of a module"),
+        ("./my_plugin", r"'./my_plugin': give the name of a module"),
+    ],
+)
+def test_a_plugin_that_does_not_exist_is_named(name, message, monkeypatch):
+    monkeypatch.setenv("STOP_MIM_PLUGINS", name)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(InputError, match=message):
+        load_plugins()
+
+
+def test_plugins_are_found_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "plugin_here.py").write_text("import no_such_dependency\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOP_MIM_PLUGINS", " plugin_here ,")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # A dependency that the plugin misses is not taken for the plugin.
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         load_plugins()

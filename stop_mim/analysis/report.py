@@ -40,7 +40,8 @@ PAGES = Environment(
 )
 PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
 NOTHING = "–"
-MOST_CARDS = 4
+# The name of a score, and how it was measured.
+Column = tuple[str, tuple[tuple[str, str], ...]]
 # The state of a group is the first of these that one of its runs has.
 STATES = ("failed", "running", "stopped", "unknown", "finished")
 MODEL_SECTIONS = ("noise", "positions", "predictions", "features")
@@ -105,7 +106,6 @@ def render_page(groups: Sequence[RunGroup], pictures: Pictures) -> str:
     return PAGES.get_template("report.html").render(
         groups=[_described(group, model) for group, model in zip(groups, models, strict=True)],
         several_seeds=any(len(group.runs) > 1 for group in groups),
-        cards=cards(groups[0]) if single else [],
         scores=run_scores(groups[0]) if single else list(compared_scores(groups)),
         details=[details_table(run.results) for group in groups for run in group.runs if run.results] if single else [],
         summary=summary_table(groups, models),
@@ -250,22 +250,6 @@ def _where(sessions: Sequence[Plain]) -> dict[str, str]:
     }
 
 
-def cards(group: RunGroup) -> list[dict[str, str]]:
-    """Return the main scores of a run, or of its online probe if it is not evaluated, as title, number and remark."""
-    tables = run_scores(group)
-    found = []
-    for row in [row for table in tables for row in table.rows][:MOST_CARDS]:
-        name, number, before, chance = row[0], row[-4], row[-2], row[-1]
-        known = {"untrained": before, "chance": chance}
-        remark = " · ".join(f"{what} {text}" for what, text in known.items() if text != NOTHING)
-        found.append({"title": name, "number": number, "remark": remark or row[-3]})
-    if not found:
-        last = group.first.last_values
-        online = {title: last[key] for key, title in ONLINE.items() if key in last}
-        found = [{"title": name, "number": f"{value:.1f}", "remark": "top-1 in %"} for name, value in online.items()]
-    return found
-
-
 def run_scores(group: RunGroup) -> list[Table]:
     """Return the main scores of a run, of its checkpoints and of its initial weights, a table for each dataset."""
     run, by_data = group.first, dict[str, list[Evaluation]]()
@@ -278,36 +262,56 @@ def run_scores(group: RunGroup) -> list[Table]:
 
 
 def compared_scores(groups: Sequence[RunGroup]) -> Iterator[Table]:
-    """Yield a table for each dataset, a row for each group: the main scores, as mean and deviation over seeds."""
+    """Yield a table for each dataset, a row for each group: the main scores, as mean and deviation over seeds.
+
+    Scores that were measured differently, such as with other test images, are in different columns.
+    """
     for data in dict.fromkeys(one.data for group in groups for run in group.runs for one in run.evaluations):
         cells = [_group_scores([run.evaluations for run in group.runs], data) for group in groups]
-        names = list(dict.fromkeys(name for row in cells for name in row))
+        columns = list(dict.fromkeys(column for row in cells for column in row))
         rows = [
-            [group.name, *(row.get(name, NOTHING) for name in names)] for group, row in zip(groups, cells, strict=True)
+            [group.name, *(row.get(column, NOTHING) for column in columns)]
+            for group, row in zip(groups, cells, strict=True)
         ]
         baselines = [[one for one in run.results if one.is_baseline] for group in groups for run in group.runs]
         before = _group_scores(baselines, data)
         chances = {
-            one.name_of(score): f"{chance:.1f}"
+            _column(one, score): f"{chance:.1f}"
             for group in groups
             for one in group.first.evaluations
             for score in one.scores
             if one.data == data and (chance := one.chance(score)) is not None
         }
         known = {"untrained": before, "chance": chances}
-        extra = [[what, *(found.get(name, NOTHING) for name in names)] for what, found in known.items() if found]
-        if names:
-            yield Table(f"Test scores in % on {data}", ["", *names], [*rows, *extra])
+        extra = [[what, *(found.get(column, NOTHING) for column in columns)] for what, found in known.items() if found]
+        if columns:
+            yield Table(f"Test scores in % on {data}", ["", *_headings(columns)], [*rows, *extra])
 
 
-def _group_scores(runs: Sequence[Sequence[Evaluation]], data: str) -> dict[str, str]:
-    """Return the main scores by name: of several runs, mean and standard deviation; of one, its interval."""
-    found: dict[str, list[Score]] = {}
+def _column(evaluation: Evaluation, score: Score) -> Column:
+    """Return the name of a score, and the settings that must be equal to compare it."""
+    names = ("image_size", "pool", "data_fingerprint", "test_fingerprint")
+    conditions = {"test_data": evaluation.test_data, "seed": evaluation.seed, **evaluation.protocol}
+    conditions |= {name: evaluation.facts.get(name) for name in names}
+    return evaluation.name_of(score), tuple((name, json.dumps(value)) for name, value in sorted(conditions.items()))
+
+
+def _headings(columns: Sequence[Column]) -> Iterator[str]:
+    """Yield the names of columns; those of the same name have the settings in which they differ."""
+    for name, conditions in columns:
+        alike = [dict(other) for title, other in columns if title == name]
+        differing = [f"{key} {value}" for key, value in conditions if len({other.get(key) for other in alike}) > 1]
+        yield f"{name} ({', '.join(differing)})" if differing else name
+
+
+def _group_scores(runs: Sequence[Sequence[Evaluation]], data: str) -> dict[Column, str]:
+    """Return the main scores by column: of several runs, mean and standard deviation; of one, its interval."""
+    found: dict[Column, list[Score]] = {}
     for evaluations in runs:
-        own = {one.name_of(s): s for one in evaluations if one.data == data for s in one.scores if s.headline}
-        for name, score in own.items():
-            found.setdefault(name, []).append(score)
+        own = {_column(one, s): s for one in evaluations if one.data == data for s in one.scores if s.headline}
+        for column, score in own.items():
+            found.setdefault(column, []).append(score)
     return {
-        name: scores[0].text if len(scores) == 1 else over_seeds([score.value for score in scores], ".1f")
-        for name, scores in found.items()
+        column: scores[0].text if len(scores) == 1 else over_seeds([score.value for score in scores], ".1f")
+        for column, scores in found.items()
     }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from stop_mim.errors import InputError
 from stop_mim.records import from_plain
 from stop_mim.registry import Registry
 from stop_mim.training.config import flat
@@ -131,16 +132,29 @@ def vary() -> Sweep:
 
 
 def varied(sweep: Sweep, axes: Axes) -> Sweep:
-    """Return each variant with each combination of values; the first value of every field is the baseline's."""
+    """Return each variant with each combination of values; the first value of every field is the baseline's.
+
+    Raises InputError if the variants set one of the fields themselves, or if two of them have the same name.
+    """
     names = short_names(axes)
     baseline, variants = sweep.baseline, dict(sweep.variants)
     for path, values in axes.items():
+        if own := [variant for variant, overrides in variants.items() if path in overrides]:
+            raise InputError(
+                f"--vary has {path}, which the variant '{own[0]}' sets itself: vary it without this sweep."
+            )
         baseline = _joined(baseline, names[path], values[0])
-        variants = {
-            _joined(variant, names[path], value): {**overrides, path: value}
-            for variant, overrides in variants.items()
-            for value in values
-        }
+        more: dict[str, Overrides] = {}
+        for variant, overrides in variants.items():
+            for value in values:
+                name = _joined(variant, names[path], value)
+                if name in more:
+                    raise InputError(
+                        f"--vary {path}: {more[name][path]!r} and {value!r} make the same name, '{name}': give values that "
+                        "differ in their first six digits, or in letters and digits."
+                    )
+                more[name] = {**overrides, path: value}
+        variants = more
     return Sweep(baseline, variants)
 
 

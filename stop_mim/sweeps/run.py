@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from stop_mim.benchmark.bench import open_run
+from stop_mim.data.labelled import read_image_list
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
 from stop_mim.evaluation.data import open_task_data
@@ -53,7 +54,7 @@ def run_sweep(
         return None
     # Data that cannot be used are refused before hours are spent on training.
     if config.low_shot_list is not None:
-        config.low_shot_list.read_text()
+        read_image_list(config.low_shot_list, open_source(config.probe_data or plan.base.data))
     for data in filter(None, {plan.base.data, config.probe_data}):
         open_source(data)
     for data in config.transfers.values():
@@ -150,12 +151,13 @@ def show_grid(plan: Plan, console: Console) -> None:
 
 def estimate(plan: Plan, left: Sequence[Job], console: Console) -> tuple[float, str]:
     """Return the seconds of all trainings that are left, one after the other, and what they are estimated from."""
-    finished = [lines for job in plan.jobs if job.evaluated and (lines := read_metrics(job.folder))]
+    finished = [(job, lines) for job in plan.jobs if job.evaluated and (lines := read_metrics(job.folder))]
     if finished:
-        size = plan.base.optim.batch_size
         seconds = [
-            lines[-1]["step"] * size / statistics.median(line["images_per_second"] for line in lines)
-            for lines in finished
+            lines[-1]["step"]
+            * plan.config(job.variant).optim.batch_size
+            / statistics.median(line["images_per_second"] for line in lines)
+            for job, lines in finished
         ]
         return statistics.median(seconds) * len(left), f"as in {len(finished)} finished runs"
     images = len(open_source(plan.base.data)) if plan.base.data else 0

@@ -32,6 +32,15 @@ def test_the_demo_is_measured_with_other_sizes_and_written_with_all_that_is_need
     assert written["derived"]["part_of_ceiling"] == pytest.approx(speed / written["ceiling"])
 
 
+def test_a_config_file_without_data_is_measured_with_synthetic_images(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("encoder: {patch_size: 8}\n")
+    main(["bench", "--config", "mine.yaml", *TINY])
+    shown = capsys.readouterr().out
+    assert "mine on" in shown
+    assert "synthetic" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -12,7 +12,7 @@ from stop_mim.data.sources import open_source
 pytestmark = pytest.mark.usefixtures("own_folders")
 
 
-@pytest.mark.parametrize("name", ["nowhere", "", "nowhere/*.parquet", "hf:", "imagenet:train"])
+@pytest.mark.parametrize("name", ["nowhere", "", "nowhere/*.parquet", "~nobody-here/x", "hf:", "imagenet:train"])
 def test_an_unknown_name_is_told_what_names_there_are(name):
     message = assert_refused(name)
     for kind in ("scenes", "folder", "parquet", "torchvision:", "hf:", "wds:"):
