@@ -27,7 +27,7 @@ class Constraint:
         """Return whether the value is allowed; one of a wrong type is not."""
         try:
             return self.condition(value)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             return False
 
 
@@ -50,6 +50,8 @@ SIDE = Number("give a number from 1 to 16,384", at_least=1, at_most=2**14)
 WIDTH = Number("give a number from 1 to 65,536", at_least=1, at_most=2**16)
 DEPTH = Number("give a number from 1 to 1,000", at_least=1, at_most=1000)
 COUNT = Number("give a number from 1 to 1,000,000,000", at_least=1, at_most=10**9)
+# Records hold no larger integers.
+SEED = Number("give a number above -2^63 and below 2^63", above=-(2**63), below=2**63)
 AT_LEAST_ZERO = Number("give 0 or a positive number", at_least=0)
 FRACTION = Number("give a number from 0 to 1", at_least=0, at_most=1)
 FRACTION_BELOW_ONE = Number("give a number from 0 to below 1", at_least=0, below=1)

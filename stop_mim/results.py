@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
+from stop_mim.files import locked, write_atomically
 from stop_mim.records import from_plain, read_record, write_json
 from stop_mim.tables import Table
 
@@ -207,10 +207,14 @@ def read_results(path: Path) -> list[Evaluation]:
 
 
 def add_results(path: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Add evaluations to a file; each replaces the one with the same identity."""
+    """Add evaluations to a file; each replaces the one with the same identity. Other processes may add theirs meanwhile."""
     new = [evaluation.identity() for evaluation in evaluations]
-    kept = [one for one in read_results(path) if one.identity() not in new]
-    write_json(path, {"format": FORMAT, "evaluations": [one.as_json() for one in [*kept, *evaluations]]})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A link is kept by the write: all its names have one lock.
+    file = path.resolve()
+    with locked(file.with_name(f".{file.name}.lock"), wait=True):
+        kept = [one for one in read_results(path) if one.identity() not in new]
+        write_json(path, {"format": FORMAT, "evaluations": [one.as_json() for one in [*kept, *evaluations]]})
 
 
 def results_document(evaluations: Sequence[Evaluation]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import pytest
 
 from stop_mim.constraints import ABOVE_ZERO, FRACTION_BELOW_ONE, Checked, Each, Interval, OnlyWith, check_effects
 from stop_mim.errors import InputError
+from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.training.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Outer(Checked):
         ({"size": 0}, r"inner\.size is 0"),
         ({"size": float("nan")}, r"inner\.size is nan"),
         ({"size": "many"}, r"inner\.size is many"),
+        ({"size": 10**400}, r"inner\.size is 1000"),
         ({"rates": ()}, r"inner\.rates is \(\)"),
         ({"rates": (0.1, 1.0)}, r"inner\.rates"),
         ({"scale": (1.0, 0.5)}, r"inner\.scale is \(1.0, 0.5\)"),
@@ -39,6 +42,14 @@ class Outer(Checked):
 def test_a_value_outside_its_constraint_is_refused(given, named):
     with pytest.raises(InputError, match=named):
         Inner(**given)
+
+
+@pytest.mark.parametrize("config", [EvaluateConfig, TrainConfig])
+def test_a_seed_that_records_cannot_hold_is_refused(config):
+    assert [config(seed=seed).seed for seed in (-1, 2**63 - 1)] == [-1, 2**63 - 1]
+    for seed in (2**63, -(2**63), 10**400):
+        with pytest.raises(InputError, match=rf"seed is {str(seed)[:9]}.*: give a number above -2\^63 and below 2\^63"):
+            config(seed=seed)
 
 
 def test_values_within_their_constraints_are_taken():

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,25 @@ def test_the_same_evaluation_replaces_the_old_one(tmp_path):
     assert found[-1].scores == SCORES[:1]
     assert found[0].scores == SCORES
     assert ONE.measurement() == replace(ONE, encoder="runs/b", facts={}).measurement() != others[0].measurement()
+
+
+def add_some(path, task):
+    for seed in range(20):
+        add_results(path, [replace(ONE, task=task, seed=seed)])
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    (tmp_path / "link.json").symlink_to("results.json")
+    paths = [tmp_path / "results.json", tmp_path / "link.json"] * 2
+    forks = multiprocessing.get_context("fork")
+    processes = [forks.Process(target=add_some, args=(path, f"task{n}")) for n, path in enumerate(paths)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(read_results(paths[0])) == 80
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "link.json"}
 
 
 @pytest.mark.parametrize(

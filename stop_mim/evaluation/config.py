@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from stop_mim.constraints import ABOVE_ZERO, Checked
+from stop_mim.constraints import SEED, SIDE, Checked
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable
 from stop_mim.registry import load_plugins
@@ -31,9 +31,9 @@ class EvaluateConfig(Checked):
     """imagenet, places205, places365, inat18, cifar100, cifar100-crops, clevr-count, clevr-dist, generic; auto: by the data."""
     pool: Literal["auto", "cls", "mean"] = "auto"
     """Features: class token (cls) or mean of the patches; auto: the class token if there is one (BEiT, data2vec: mean)."""
-    image_size: Annotated[int | None, ABOVE_ZERO] = None
+    image_size: Annotated[int | None, SIDE] = None
     """Side of the images in pixels; not given: the size that the encoder was trained at."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of held-out images, draws, batch order and augmentation."""
     untrained: Literal["auto", "yes", "no"] = "auto"
     """Whether to score a run's network with its initial weights too, where features are frozen; auto: up to 20,000 images."""
@@ -57,7 +57,7 @@ def evaluate_config() -> type[EvaluateConfig]:
     load_plugins()
     tasks = "\n".join(f"{name}: {task.help};" for name, task in TASKS.items())
     left_out = ", ".join(name for name, task in TASKS.items() if not task.in_all)
-    everything = f"all: every task that the data allow, except {left_out}."
+    everything = f"all: every task that the data and the encoder allow, except {left_out}."
     task = Annotated[tuple[str, ...], tyro.conf.arg(help=f"Tasks to run:\n{tasks}\n{everything}")]
     groups: list[tuple[str, Any, Any]] = [
         (name.replace("-", "_"), task.Options, field(default_factory=task.Options))

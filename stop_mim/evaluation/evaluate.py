@@ -14,7 +14,7 @@ from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig, check_arguments
 from stop_mim.evaluation.data import TaskData, VideoData, kinds_of_data, open_task_data
 from stop_mim.evaluation.subject import MASKS, GivenMasks, Subject, open_subject
-from stop_mim.evaluation.task import TASKS, Task
+from stop_mim.evaluation.task import TASKS, NotApplicable, Task
 from stop_mim.exchange.loading import run_of
 from stop_mim.files import require_writable, user_path
 from stop_mim.records import write_json
@@ -62,6 +62,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig, console: Console | No
             measured.append(_evaluation(task, ranks))
             if ranks.is_main:
                 add_results(_results_file(task.subject, config), measured[-1:])
+                task.finish()
         unreadable: dict[str, int] = {}
         for one in measured:
             # A later task of the same encoder counts what earlier ones found, too.
@@ -148,11 +149,19 @@ def _open_work(names: list[str], config: EvaluateConfig, ranks: Ranks, display: 
                     label = "" if one.label in USUAL_LABELS else one.label
                     progress = bar(" ".join(filter(None, [subject.name, name, label])))
                     work.append(task(name, config, subject, one, progress))
+    applicable, notes = [], dict[str, None]()
     for one in work:
-        one.check()
-    for note in dict.fromkeys(note for one in work for note in one.notes()):
+        try:
+            one.check()
+        except NotApplicable as error:
+            if "all" not in config.task:
+                raise
+            notes[f"The task {one.name} is left out: {error}"] = None
+        else:
+            applicable.append(one)
+    for note in notes | dict.fromkeys(note for one in applicable for note in one.notes()):
         display.say(note)
-    return work
+    return applicable
 
 
 def _frozen(task: type[Task]) -> bool:
@@ -207,10 +216,10 @@ def _open_images(config: EvaluateConfig, tasks: dict[str, type[Task]], say: Call
     data = open_task_data(config.data, config.test_data, config.label, config.seed)
     for name, task in tasks.items():
         if task.labels and not {one.label for one in data} & {*task.labels}:
-            raise InputError(
-                f"'{config.data}' has no label {' or '.join(task.labels)}: the task {name} needs other data, such as CLEVR "
-                "or scenes."
-            )
+            lacks = f"'{config.data}' has no label {' or '.join(task.labels)}"
+            if "all" not in config.task:
+                raise InputError(f"{lacks}: the task {name} needs other data, such as CLEVR or scenes.")
+            say(f"The task {name} is left out: {lacks}.")
     for one in data:
         if one.held_out:
             say(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from stop_mim.data.augment import TestView
 from stop_mim.data.batches import Batches, Placement, resident_budget
@@ -24,7 +24,6 @@ from stop_mim.data.cache import cache_folder, cached_file, damage_named, require
 from stop_mim.data.image_source import ImageSource, digest
 from stop_mim.data.order import SequentialOrder
 from stop_mim.errors import InputError
-from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.training.distributed import Ranks, wait_for_all
 from stop_mim.training.inputs import workers_for
 
@@ -34,13 +33,8 @@ if TYPE_CHECKING:
 # Large enough for the disk's full speed, and small: the last chunk is written while nothing is computed.
 CHUNK_IMAGES = 4096
 # Part of the cache key: raise it when the same images give other features, or other chunks.
-VERSION = 2
+VERSION = 3
 IMAGES_AT_A_TIME = 256
-
-# Attributes of layers that change no feature: how a layer was made, how its result is used, and how fast it is computed.
-NOT_IN_FEATURES = frozenset(
-    {"training", "weight_init_mode", "fix_init", "global_pool", "num_classes", "grad_checkpointing", "fused_attn"}
-)
 
 Chunks = Sequence[Float[Tensor, "_ _"]]
 Indices = Int64[np.ndarray, " n"]
@@ -122,28 +116,6 @@ class LabelledFeatures(NamedTuple):
     def last_layer(self, device: torch.device) -> tuple[Float[Tensor, "n dim"], Int[Tensor, " n"]]:
         """Return features of the last layer, in full precision, and classes, on a device."""
         return self.features.last(1).on(device), self.labels.to(device)
-
-
-def encoder_fingerprint(encoder: FrozenEncoder) -> str:
-    """Return a hash of all that features depend on: normalisation, weights, pooling, and each layer's kind and numbers."""
-    weights = encoder.state_dict()
-    network = encoder.vit if isinstance(encoder, Encoder) else encoder.get_submodule("model")
-    layers = [(name, type(layer).__name__, _numbers(layer)) for name, layer in network.named_modules()]
-    tensors = (
-        part
-        for name in sorted(weights)
-        for part in (
-            name,
-            tuple(weights[name].shape),
-            weights[name].detach().cpu().float().contiguous().numpy().tobytes(),
-        )
-    )
-    return digest([type(encoder).__name__, encoder.mean, encoder.std, encoder.pool, layers, *tensors])
-
-
-def _numbers(layer: nn.Module) -> list[tuple[str, object]]:
-    plain = (bool, int, float, str, tuple)
-    return sorted((k, v) for k, v in vars(layer).items() if isinstance(v, plain) and k not in NOT_IN_FEATURES)
 
 
 def features_folder(subject: "Subject", source: ImageSource, view: TestView, images: Indices | None = None) -> Path:

@@ -30,8 +30,8 @@ from stop_mim.training.step import Outcome, StepOutcome, gradient_norm, step_if_
 from stop_mim.training.trainer import Trainer
 
 HEAD_STD = 2e-5
-# Parts of timm's models after the normed patch tokens, which a prediction does not depend on.
-UNUSED_PARTS = ("fc_norm", "attn_pool", "head", "head_dist")
+# Parts of timm's models after the pooled features, which a prediction does not depend on.
+UNUSED_PARTS = ("attn_pool", "head", "head_dist")
 
 
 class Classifier(nn.Module):

@@ -1,9 +1,10 @@
 """Training on labelled images with the `Trainer`, for linear-sgd and fine-tuning: batches, a state file, test scores."""
 
+import copy
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from stop_mim.data.augment import Retouch
 from stop_mim.data.batches import Batch, Batches, Placement
+from stop_mim.data.image_source import ImageSource
 from stop_mim.data.labelled import LabelledSet
 from stop_mim.data.order import SequentialOrder, ShuffledOrder
 from stop_mim.data.stored import Progress
@@ -56,6 +58,21 @@ class Conditions:
     retouch: Retouch | None = None
 
 
+class SaveTraining(SaveCheckpoint):
+    """Saves the state of a training, with the unreadable images that all processes have found."""
+
+    on_every_rank = True
+
+    def __init__(self, path: Path, training: "LabelledTraining") -> None:
+        super().__init__(path, training.steps_per_epoch, run={})
+        self.training = training
+
+    def save(self, trainer: Trainer) -> None:
+        self.run["unreadable"] = sorted(self.training.all_unreadable(self.training.used.source))
+        if trainer.ranks.is_main:
+            super().save(trainer)
+
+
 class LabelledTraining(Callback, ABC):
     """Trains classifiers on labelled images: the step of a `Trainer`, and the callback that saves its state.
 
@@ -70,6 +87,8 @@ class LabelledTraining(Callback, ABC):
     on_every_rank = True
     least_images: ClassVar[int] = 1
     """A batch that has fewer images in a process, because some cannot be read, is skipped."""
+    classifiers: int = 1
+    """How many classifiers are trained side by side."""
 
     def __init__(
         self,
@@ -91,6 +110,8 @@ class LabelledTraining(Callback, ABC):
         blocks = used.source.blocks
         self.order = ShuffledOrder(used.indices, batch_size // count, self.seed, rank, count, 1, False, blocks)
         self.steps_per_epoch = self.order.batches_per_epoch
+        self.unreadable: dict[ImageSource, set[int]] = {}
+        """Images that could not be read and are left out, of training and of scores, by their source."""
 
     @abstractmethod
     def lr(self, step: int) -> float:
@@ -122,7 +143,26 @@ class LabelledTraining(Callback, ABC):
 
     def batches(self, first: int) -> Generator[Batch, None, None]:
         """Yield this process's part of the batches, from a step on."""
-        return self._images.starting_at(first)
+        # The reader is some batches ahead, and an order keeps the permutation of one epoch.
+        order = copy.copy(self.order)
+        with closing(self._images.starting_at(first)) as found:
+            for number, batch in enumerate(found, first):
+                wanted = order.indices(number)
+                if len(batch.indices) < len(wanted):
+                    self._note_unreadable(self.used.source, wanted.tolist(), batch.indices.tolist())
+                yield batch
+
+    def _note_unreadable(self, source: ImageSource, wanted: Iterable[int], read: Iterable[int]) -> None:
+        self.unreadable.setdefault(source, set()).update({*wanted} - {*read})
+
+    def all_unreadable(self, source: ImageSource) -> set[int]:
+        """Return the unreadable images of a source that all processes have found; all of them must ask for it."""
+        known = self.unreadable.setdefault(source, set())
+        if self.ranks.world_size > 1:
+            found = torch.zeros(len(source), device=self.ranks.device)
+            found[torch.tensor([*known], dtype=torch.long)] = 1
+            known.update(reduce_mean(found, self.ranks).nonzero()[:, 0].tolist())
+        return known
 
     def train(self, state_file: Path, progress: Progress | None = None) -> None:
         """Train to the end, resuming from the state file if there is one; the state is saved there after each epoch.
@@ -137,7 +177,7 @@ class LabelledTraining(Callback, ABC):
             self.epochs * self.steps_per_epoch,
             self.model,
             self.optimiser,
-            [self, *shown, SaveCheckpoint(state_file, self.steps_per_epoch, run={})],
+            [self, *shown, SaveTraining(state_file, self)],
             self.ranks,
             self.seed,
             warn=lambda text: None,
@@ -146,11 +186,13 @@ class LabelledTraining(Callback, ABC):
         )
         if broadcast(state_file.exists(), self.ranks):
             try:
-                trainer.restore(read_checkpoint(state_file))
+                saved = read_checkpoint(state_file)
+                trainer.restore(saved)
             except InputError as error:
                 raise InputError(
                     f"The state {state_file} of an interrupted evaluation is damaged: delete it."
                 ) from error
+            self.unreadable[self.used.source] = {*saved.state["run"].get("unreadable", [])}
         if trainer.done < trainer.total_steps:
             trainer.run()
         if trainer.interrupted_by == "SIGTERM":
@@ -168,12 +210,17 @@ class LabelledTraining(Callback, ABC):
         view = self.conditions.protocol.test_view_of(self.encoder)
         placement = Placement(workers=workers_for(speed, ranks))
         batches = Batches(data.source, order, view, placement, ranks.device, labels=data.labels)
-        right = count = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        # A process may have no image.
+        right = torch.zeros(self.classifiers, len(TOP), dtype=torch.float64, device=ranks.device)
+        count, read = right.new_zeros(()), list[int]()
         with closing(batches.starting_at()) as found:
-            for images, labels, _ in found:
+            for images, labels, indices in found:
                 assert labels is not None
                 watch.moves()
-                right = right + top_hits(self.predict(images), labels, TOP).double().sum(1)
-                count = count + len(labels)
+                right += top_hits(self.predict(images), labels, TOP).double().sum(1)
+                count += len(labels)
+                read += indices.tolist()
+        self._note_unreadable(data.source, order.images.tolist(), read)
+        self.all_unreadable(data.source)
         right, count = reduce_mean(right, ranks), reduce_mean(count, ranks)
         return (100 * right / count).float().tolist(), round(count.item() * ranks.world_size)

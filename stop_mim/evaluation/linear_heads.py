@@ -218,7 +218,7 @@ class LinearTraining(LabelledTraining):
         # Of the last layer and of the last four, without and with BatchNorm, at every learning rate.
         kinds = product(sorted({1, min(LAYERS, encoder.depth)}), (False, True), protocol.lrs)
         heads, classes = [Head(*kind) for kind in kinds], int(train.classes.max()) + 1
-        affine = not protocol.preconditioned
+        affine, self.classifiers = not protocol.preconditioned, len(heads)
         self.heads = LinearHeads(heads, encoder.dim, classes, ranks, conditions.seed, affine).to(ranks.device)
         # Preconditioned steps include weight decay; BatchNorm has none.
         decays = (0.0 if protocol.preconditioned else protocol.weight_decay, 0.0)

@@ -1,6 +1,6 @@
 """The subject of an evaluation: an encoder with its cached features, or given masks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from stop_mim.evaluation.data import TaskData
 from stop_mim.evaluation.features import (
     Features,
     LabelledFeatures,
-    encoder_fingerprint,
     extract_features,
     features_folder,
 )
@@ -27,6 +26,7 @@ from stop_mim.evaluation.task import TASKS, FeatureTask
 from stop_mim.exchange.loading import load_encoder, run_of
 from stop_mim.files import user_path
 from stop_mim.models.encoder import FrozenEncoder
+from stop_mim.models.fingerprint import encoder_fingerprint
 from stop_mim.results import UNTRAINED
 from stop_mim.training.distributed import Ranks, any_rank
 
@@ -79,7 +79,7 @@ class Subject:
         self.place: str | None = None
         """Name of the encoder's folder for files if several encoders are evaluated."""
         self.unreadable: dict[ImageSource, set[int]] = {}
-        """Images that could not be read and are left out, by the name of their source; set by `features`."""
+        """Images that could not be read and are left out, by their source; see `note_unreadable`."""
         self._features: dict[tuple[int, int | None, str, int], Features] = {}
         self._protocols: dict[tuple[int, str], Protocol] = {}
 
@@ -108,6 +108,12 @@ class Subject:
         if encoder.pool == "cls" and self.config.pool == "auto":
             yield f"'{self.name}' has a class token, which is probed; --pool mean probes the mean of the patches."
 
+    def note_unreadable(self, found: Mapping[ImageSource, Iterable[int]]) -> None:
+        """Record images that could not be read, by their source, for `facts`."""
+        for source, images in found.items():
+            if images := {*images}:
+                self.unreadable.setdefault(source, set()).update(images)
+
     def need_layers(self, layers: int) -> None:
         """Extract features of at least this many last layers, or of all."""
         self.layers = max(self.layers, min(layers, self.encoder.depth))
@@ -132,8 +138,7 @@ class Subject:
             if key not in self._features:
                 self._features[key] = extract_features(self, source, view)
             features = self._features[key].of_images(labelled.indices)
-        if len(unreadable := np.setdiff1d(labelled.indices, features.indices)):
-            self.unreadable.setdefault(source, set()).update(unreadable.tolist())
+        self.note_unreadable({source: np.setdiff1d(labelled.indices, features.indices).tolist()})
         return LabelledFeatures(features, torch.from_numpy(labelled.labels.astype(np.int64))[features.indices])
 
 

@@ -6,9 +6,11 @@ This module and the tasks of the package import torch inside functions, so that 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.options import AugmentConfig
 from stop_mim.registry import Registry
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
 # The k of top-k accuracies.
 TOP = (1, 5)
 TASKS: Registry[type["Task"]] = Registry("task", "stop_mim.evaluation.tasks")
+
+
+class NotApplicable(InputError):
+    """A task does not suit the encoder or the data: --task all leaves it out."""
 
 
 class Task(ABC):
@@ -60,7 +66,7 @@ class Task(ABC):
         return None if self.Options is None else options_of(self.config, self.name)
 
     def check(self) -> None:
-        """Raise InputError if the task cannot run with this encoder and these data."""
+        """Raise InputError if the task cannot run: NotApplicable if the encoder or the data are the reason, not an option."""
         self.settings()
 
     def notes(self) -> Iterator[str]:
@@ -84,6 +90,10 @@ class Task(ABC):
     @abstractmethod
     def run(self) -> Iterator[Score]:
         """Yield the scores; called in all processes, and the scores of the main one count."""
+
+    def finish(self) -> None:
+        """Remove what `run` kept for a resumption; called in the main process after the scores are saved."""
+        return
 
 
 class FeatureTask(Task):
@@ -129,21 +139,29 @@ class TrainingTask(Task):
 
         return Conditions(self.protocol(), augment, self.config.seed, self.subject.ranks, self.config.speed)
 
-    def run(self) -> Iterator[Score]:
-        from stop_mim.data.cache import cache_folder, require_writable_cache
+    @cached_property
+    def state_file(self) -> Path:
+        """The file in the cache that an interrupted training is resumed from."""
+        from stop_mim.data.cache import cache_folder
         from stop_mim.data.image_source import digest
 
         subject = self.subject
         # All that the result depends on.
         identity = [subject.fingerprint, subject.encoder.image_size, self.name, self.training_images().fingerprint()]
         identity += [self.data.test.fingerprint(), self.config.seed, self.settings()]
-        path = cache_folder() / "evaluations" / f"{digest(identity)}.safetensors"
-        require_writable_cache(path.parent)
+        return cache_folder() / "evaluations" / f"{digest(identity)}.safetensors"
+
+    def run(self) -> Iterator[Score]:
+        from stop_mim.data.cache import require_writable_cache
+
+        require_writable_cache(self.state_file.parent)
         training = self.training()
-        training.train(path, self.progress)
+        training.train(self.state_file, self.progress)
         yield from self.results(training)
-        if subject.ranks.is_main:
-            path.unlink(missing_ok=True)
+        self.subject.note_unreadable(training.unreadable)
+
+    def finish(self) -> None:
+        self.state_file.unlink(missing_ok=True)
 
 
 def options_of(config: EvaluateConfig, name: str) -> Any:

@@ -1,5 +1,6 @@
 """`export_encoder`: an encoder as a new folder in an export format, with a model card; optionally pushed to the hub."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from stop_mim.errors import InputError
 from stop_mim.exchange import EXPORTERS
 from stop_mim.exchange.formats import Exported, Place
 from stop_mim.exchange.loading import load_encoder, locate
-from stop_mim.exchange.releases import RELEASE
+from stop_mim.exchange.releases import PUBLISHED, RELEASE
 from stop_mim.files import SECONDS_A_DAY, remove_temporaries, user_path, write_atomically
 from stop_mim.models.encoder import Encoder
-from stop_mim.models.encoder_file import ENCODER_FILE
+from stop_mim.models.fingerprint import encoder_fingerprint
 from stop_mim.results import RESULTS_FILE, read_results
 from stop_mim.tables import Table
 from stop_mim.training.config import TrainConfig
@@ -57,7 +58,7 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
     encoder = load_encoder(name)
     if not isinstance(encoder, Encoder):
         raise InputError(f"{name} is not a plain Vision Transformer: only those can be exported.")
-    origin, place = _origin_of(name), Place(push or str(out), push is not None)
+    origin, place = _origin_of(name, encoder), Place(push or str(out), push is not None)
     if name.startswith(RELEASE):
         # The authors' licence stays.
         licence = licence or "cc-by-nc-4.0"
@@ -74,23 +75,33 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
     return out
 
 
-def _origin_of(name: str) -> Origin:
-    """Return what the run of an encoder has recorded about it."""
-    path, part, kind, folder = locate(name)
+def _origin_of(name: str, encoder: Encoder) -> Origin:
+    """Return what the run of an encoder has recorded about it: its training, and the scores of exactly these weights."""
+    _, _, kind, folder = locate(name)
     if folder is None:
-        return Origin(name)
-    names = {path.resolve().name} if kind == "checkpoint" else {folder.name, ENCODER_FILE}
-    if part is not None:
-        names = {Path(name).name}
-    run = RunFolder(folder)
+        is_file = kind != "nothing" and not name.startswith((RELEASE, PUBLISHED))
+        return Origin(Path(os.path.abspath(user_path(name))).name if is_file else name)
+    run, results = RunFolder(folder), read_results(folder / RESULTS_FILE)
+    fingerprints = _fingerprints(encoder) if results else set()
+    # Without the encoder's name: a path may be written in several ways; the newest evaluation comes last.
+    own = {one.identity()[1:]: one for one in results if one.facts.get("encoder_fingerprint") in fingerprints}
     scores = [
         (one.name_of(score), _short(one.data), f"{score.value:.1f}{score.unit}", str(one.facts.get("date", ""))[:10])
-        for one in read_results(folder / RESULTS_FILE)
-        if not one.is_baseline and Path(one.encoder).resolve().name in names
+        for one in own.values()
         for score in one.scores
         if score.headline
     ]
     return Origin(folder.name, run.config(), run.recipe(), scores)
+
+
+def _fingerprints(encoder: Encoder) -> set[str]:
+    """Return the fingerprints under which an encoder's scores are stored: one for each way to pool its tokens."""
+    usual, found = encoder.pool, set()
+    for pool in encoder.pools:
+        encoder.pool = pool
+        found.add(encoder_fingerprint(encoder))
+    encoder.pool = usual
+    return found
 
 
 def _hub_token(repository: str) -> str:

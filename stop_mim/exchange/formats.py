@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from stop_mim.exchange import EXPORTERS
 from stop_mim.exchange.importing import CONFIG_FILE, PREPROCESSOR_FILE, WEIGHTS_FILE, to_hub_names
 from stop_mim.models.encoder import Encoder, Images
 from stop_mim.models.encoder_file import NORM_EPS, encoder_metadata
+from stop_mim.models.hub_encoder import FILTERS
 from stop_mim.seeds import seeded_generator
 
 PatchTokens = Float[Tensor, "batch n_patches dim"]
@@ -118,19 +120,8 @@ def write_hub(encoder: Encoder, folder: Path, place: Place) -> Exported:
         "num_channels": 3,
         "qkv_bias": encoder.vit.blocks[0].attn.qkv.bias is not None,
     }
-    preprocessor = {
-        "image_processor_type": "ViTImageProcessor",
-        "do_resize": True,
-        "size": {"height": height, "width": width},
-        "resample": 3,  # bicubic
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(encoder.mean),
-        "image_std": list(encoder.std),
-    }
     _write_json(folder / CONFIG_FILE, config)
-    _write_json(folder / PREPROCESSOR_FILE, preprocessor)
+    _write_json(folder / PREPROCESSOR_FILE, hub_preprocessing(encoder))
     tensors = {name: tensor.detach().cpu() for name, tensor in encoder.vit.state_dict().items()}
     save_file(to_hub_names(tensors), folder / WEIGHTS_FILE, {"format": "pt"})
     code = [
@@ -141,6 +132,37 @@ def write_hub(encoder: Encoder, folder: Path, place: Place) -> Exported:
         "tokens = model(images).last_hidden_state",
     ]
     return Exported("transformers", code)
+
+
+def hub_preprocessing(encoder: Encoder) -> dict[str, Any]:
+    """Return the preprocessor_config.json that resizes and crops images as the encoder's `transform` does.
+
+    transformers resizes the short side to one number: for oblong images to the longer side, as our evaluations do.
+    """
+    how, (height, width) = encoder.preprocessing, encoder.image_size
+    filters = {name: number for number, name in FILTERS.items()}
+    if how.interpolation not in filters or how.crop_mode not in ("center", "squash"):
+        raise InputError(
+            f"This encoder's images are resized with {how.interpolation} and cropped with {how.crop_mode}, which transformers "
+            "does not do: export it to timm instead."
+        )
+    resized_height, resized_width = (math.floor(side / how.crop_pct) for side in (height, width))
+    squashed = {"height": resized_height, "width": resized_width}
+    return {
+        # The one that can do both, in all versions of transformers.
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": squashed if how.crop_mode == "squash" else {"shortest_edge": max(squashed.values())},
+        "resample": filters[how.interpolation],
+        "do_center_crop": True,
+        "crop_size": {"height": height, "width": width},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(encoder.mean),
+        "image_std": list(encoder.std),
+    }
 
 
 ONNX_FILE, PROGRAM_FILE = "model.onnx", "model.pt2"

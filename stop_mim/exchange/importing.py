@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeGuard, get_args
 import numpy as np
 import timm
 import torch
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -129,6 +130,14 @@ def _of_timm(model: Any, name: str) -> Encoder:
     """Return timm's model as an encoder, with timm's preprocessing."""
     if not isinstance(model, VisionTransformer):
         raise InputError(f"{name} is not a plain Vision Transformer: choose one of timm's vit_* models.")
+    # Hybrid models embed patches with a convolutional network; parallel layers have no single attention.
+    parts = [model.patch_embed, *model.blocks]
+    plain = [type(model.patch_embed) is PatchEmbed, *(hasattr(block, "attn") for block in model.blocks)]
+    if not all(plain):
+        raise InputError(
+            f"{name} has a {type(parts[plain.index(False)]).__name__}, which a plain Vision Transformer does not have: choose "
+            "another of timm's vit_* models, such as vit_base_patch16_224."
+        )
     stored = model.pretrained_cfg
     try:
         mean, std = (from_plain(ChannelValues, stored.get(value), value) for value in ("mean", "std"))

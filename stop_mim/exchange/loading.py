@@ -1,5 +1,7 @@
 """`load_encoder`: loads an encoder by name: a run, a file, a model folder, `timm:`, `hf:` or `untrained:`."""
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import (
+    CONFIG_FILE,
     PARTS,
     WEIGHTS_FILE,
     Part,
@@ -27,7 +30,7 @@ from stop_mim.hub import fetch, hub_or_cache
 from stop_mim.models.build import build_encoder, build_objective
 from stop_mim.models.encoder import Encoder, FrozenEncoder
 from stop_mim.models.encoder_file import ENCODER_FILE, encoder_from_timm_names, misfit, read_encoder
-from stop_mim.models.hub_encoder import load_hub_encoder
+from stop_mim.models.hub_encoder import load_hub_encoder, require_plain
 from stop_mim.models.objective import Objective
 from stop_mim.registry import Registry
 from stop_mim.results import UNTRAINED
@@ -169,13 +172,23 @@ def _from_timm(model: str, pretrained: bool) -> Encoder:
 @ENCODERS.register(HUB)
 def _from_hub(model: str, pretrained: bool) -> FrozenEncoder:
     """Return a model of transformers, as a timm model if it is a plain Vision Transformer in one safetensors file."""
+    model = os.path.expanduser(model)
     is_local = Path(model).exists()
+    if not is_local and not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", model, re.ASCII):
+        raise InputError(f"There is no folder '{model}': give {HUB} with a folder, or with OWNER/NAME of the hub.")
     with nullcontext() if is_local else hub_or_cache(f"{HUB}{model}"):
         if pretrained:
-            folder = Path(model) if is_local else fetch(model, MODEL_FILES)
+            folder = Path(model) if is_local else _fetch_plain(model)
             if is_convertible(read_config(folder)) and (folder / WEIGHTS_FILE).exists():
                 return read_hub_folder(folder)
         return load_hub_encoder(model, pretrained)
+
+
+def _fetch_plain(model: str) -> Path:
+    """Return the folder of a model in the hub's cache; its config.json is checked before the weights are downloaded."""
+    if not is_convertible(config := read_config(fetch(model, (CONFIG_FILE,)))):
+        require_plain(config, model)
+    return fetch(model, MODEL_FILES)
 
 
 @ENCODERS.register(UNTRAINED)
@@ -184,7 +197,13 @@ def _untrained(name: str, pretrained: bool) -> FrozenEncoder:
     if name.startswith(tuple(ENCODERS)):
         with seeded_weights(0):
             return load_encoder(name, pretrained=False)
-    config = RunFolder(user_path(name)).config()
+    run = RunFolder(user_path(name))
+    if not run.config_file.exists() or _kind(run.path) != "run":
+        raise InputError(
+            f"'{name}' is not a run directory, and only runs, {TIMM}NAME, {HUB}NAME and {RELEASE}NAME have untrained "
+            f"networks: give {UNTRAINED} with one of these."
+        )
+    config = run.config()
     with seeded_weights(derive_seed(config.seed, "weights")):
         return build_encoder(config.encoder).eval()
 

@@ -160,7 +160,13 @@ class Encoder(FrozenEncoder):
         """Return normed tokens of all patches, or see and return only those with these row-major indices."""
         return self.transform_tokens(self.embed_patches(images, indices))[:, self.vit.num_prefix_tokens :]
 
+    def embed(self, images: Images, layers: int = 1) -> Float[Tensor, "batch layers_times_dim"]:
+        pooled = super().embed(images, layers).unflatten(1, (layers, self.dim))
+        # Some of timm's models have their last norm here, after pooling; in others this changes nothing.
+        return self.vit.fc_norm(pooled).flatten(1)
+
     def last_layers(self, images: Images, layers: int) -> list[Float[Tensor, "batch n_tokens dim"]]:
+        """Return the tokens of the last layers; they are normed unless the model's last norm comes after pooling."""
         tokens, found = self.embed_patches(images), []
         for number, block in enumerate(self.vit.blocks, start=1):
             tokens = block(tokens)
@@ -193,7 +199,7 @@ class Encoder(FrozenEncoder):
         """Return the tokens after all layers and the last norm."""
         for block in self.vit.blocks:
             tokens = run_layer(block, tokens, self.recompute)
-        return self.vit.norm(tokens)
+        return self.vit.fc_norm(self.vit.norm(tokens))
 
     def positions_for(self, images: Images) -> Float[Tensor, "1 n_patches dim"]:
         """Return the positions for images of this size, for an encoder without prefix tokens."""

@@ -14,11 +14,15 @@ from stop_mim.records import from_plain
 
 KNOWN = "ViT, DeiT, DINO, DINOv2, I-JEPA, MAE, BEiT and data2vec"
 # Other models with these attributes may have layers of several widths, as Swin has.
-PLAIN = ("vit", "deit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn", "beit", "data2vec-vision")
+PLAIN = ("vit", "vit_mae", "deit", "dinov2", "dinov2_with_registers", "ijepa", "vit_msn", "beit", "data2vec-vision")
 # The model types whose last layer, a classifier's, is left out.
 WITH_POOLER = ("vit", "deit", "ijepa", "beit", "data2vec-vision")
 # PIL's numbers of filters.
-FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}
+FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+# Image processors for which one number as the size is the short side's; the others resize both sides to it.
+SHORT_SIDE = ("Bit", "CLIP", "ConvNext")
+# Image processors that crop unless their file says that they do not.
+CROPPING = ("Bit", "CLIP", "DeiT")
 
 
 class HubEncoder(FrozenEncoder):
@@ -54,6 +58,13 @@ class HubEncoder(FrozenEncoder):
         return [self.model.layernorm(tokens) for tokens in outputs[-layers:]]
 
 
+def require_plain(config: Mapping[str, Any], name: str) -> None:
+    """Raise InputError unless a config.json describes a model that can be loaded here."""
+    kind = config.get("model_type", "model of another library")
+    if kind not in PLAIN or not isinstance(config.get("patch_size", 16), int):
+        raise InputError(f"hf:{name} is a '{kind}', not a plain Vision Transformer: choose {KNOWN} models.")
+
+
 def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
     """Load a model from the hub or from a local folder; no code of the model runs, nor code in a file of weights."""
     try:
@@ -65,14 +76,11 @@ def load_hub_encoder(name: str, pretrained: bool = True) -> HubEncoder:
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        # Before the weights, which may be large, are downloaded.
+        require_plain(config.to_dict(), name)
         # transformers' MAE masks patches at random; its encoder is a plain ViT with the same weights.
         if config.model_type == "vit_mae":
             config = transformers.ViTConfig(**{k: v for k, v in config.to_dict().items() if k != "model_type"})
-        # Before the weights, which may be large, are downloaded.
-        if config.model_type not in PLAIN or not isinstance(config.patch_size, int):
-            raise InputError(
-                f"hf:{name} is a '{config.model_type}', not a plain Vision Transformer: choose {KNOWN} models."
-            )
         options: dict[str, Any] = {"add_pooling_layer": False} if config.model_type in WITH_POOLER else {}
         if pretrained:
             # Without safetensors (DINO, data2vec) a pickle is read, which may contain only tensors.
@@ -113,12 +121,24 @@ def read_hub_preprocessing(
     try:
         mean = from_plain(ChannelValues, values.get("image_mean") or IMAGENET_MEAN, "image_mean")
         std = from_plain(ChannelValues, values.get("image_std") or IMAGENET_STD, "image_std")
+        if values.get("do_normalize") is False:
+            mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
         interpolation = FILTERS.get(values.get("resample", 2), "bilinear")
-        size, crop = values.get("size"), values.get("crop_size")
-        if not isinstance(size, Mapping) or "shortest_edge" not in size:
-            return mean, std, Preprocessing(interpolation, crop_mode="squash")
-        kept = crop["height"] / size["shortest_edge"] if values.get("do_center_crop") and crop else 1.0
+        kind = str(values.get("image_processor_type") or values.get("feature_extractor_type"))
+        size, crop, kept = values.get("size"), values.get("crop_size"), 1.0
+        if isinstance(size, int) and kind.startswith(SHORT_SIDE):
+            size = {"shortest_edge": size}
+        keeps_shape = isinstance(size, Mapping) and "shortest_edge" in size
+        if size and crop and values.get("do_center_crop", kind.startswith(CROPPING)):
+            resized = _long_side(size["shortest_edge"] if keeps_shape else size, "size")
+            kept = _long_side(crop, "crop_size") / resized
     except (InputError, KeyError, TypeError, ZeroDivisionError) as error:
         reason = first_line(error).rstrip(".")
         raise InputError(f"The preprocessing in {origin} cannot be read ({reason}): restore it.") from error
-    return mean, std, Preprocessing(interpolation, kept)
+    return mean, std, Preprocessing(interpolation, kept, "center" if keeps_shape else "squash")
+
+
+def _long_side(size: Any, name: str) -> int:
+    """Return the longer side of a size: one number, two, or two by name."""
+    sides = size.values() if isinstance(size, Mapping) else size if isinstance(size, list) else [size]
+    return max(from_plain(int, side, name) for side in sides)

@@ -18,6 +18,7 @@ from stop_mim.constraints import (
     FRACTION,
     FRACTION_BELOW_ONE,
     PERCENTAGE,
+    SEED,
     Checked,
     Each,
     Number,
@@ -172,7 +173,7 @@ class TrainConfig(Checked):
     """Largest fraction of unreadable images: they are skipped and listed; more of them stop the run."""
     out: str | None = None
     """Run directory; not given: runs/RECIPE-DATE-TIME."""
-    seed: int = 0
+    seed: Annotated[int, SEED] = 0
     """Seed of weights, data order, crops, masks and noise."""
     stop_after_steps: Annotated[int | None, Number("give a number above 0, or leave it out", above=0)] = None
     """Stop (and save) after this many steps; the schedules are still those of the whole run."""

@@ -87,6 +87,49 @@ def test_every_task_on_a_folder(run, colours):
     assert not list((Path(os.environ["STOP_MIM_CACHE"]) / "evaluations").glob("*")), "finished states are removed"
 
 
+@pytest.mark.parametrize("task", ["linear-sgd", "finetune"])
+def test_a_training_is_kept_until_its_scores_are_saved(run, colours, monkeypatch, task):
+    config, states = replace(QUICK, task=(task,), data=str(colours)), Path(os.environ["STOP_MIM_CACHE"]) / "evaluations"
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "results.json")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate_module, "add_results", full)
+        with pytest.raises(OSError, match="No space left"):
+            evaluate([str(run)], config, silent())
+    assert len([*states.glob("*")]) == 1
+    monkeypatch.setattr("stop_mim.training.trainer.Trainer.run", lambda *_: pytest.fail("it is trained again"))
+    found = evaluate([str(run)], config, silent())
+    assert read_results(run / "results.json")[0].scores == found[0].scores
+    assert not [*states.glob("*")]
+
+
+def test_all_leaves_out_what_does_not_apply_and_says_why(run, colours, monkeypatch, capsys):
+    about_depth = type("AboutDepth", (Depth,), {"labels": ("depth",)})
+    monkeypatch.setitem(TASKS._entries, "depth", about_depth)
+    for name in ("low-shot", "linear-sgd"):
+        monkeypatch.setattr(TASKS[name], "in_all", False)
+    console = silent(width=400)
+    found = evaluate([str(run)], replace(QUICK, data=str(colours), image_size=64, linear=LAST), console)
+    assert {one.task for one in found} == {"knn", "linear"}
+    notes = [line.strip() for line in console.file.getvalue().splitlines() if " is left out: " in line]
+    assert notes == [
+        f"The task depth is left out: '{colours}' has no label depth.",
+        *(
+            f"The task {name} is left out: image_size is 64: fine-tuning runs at the encoder's own size, 32; leave "
+            "image_size out."
+            for name in ("finetune", "finetune-low-shot")
+        ),
+    ]
+    # A task that is named must run, and a bad option is an error with all, too.
+    for task in ("finetune", "depth"):
+        with pytest.raises(InputError, match=r"image_size is 64|no label depth: the task depth needs other data"):
+            evaluate([str(run)], replace(QUICK, task=("knn", task), data=str(colours), image_size=64), silent())
+    bad = complaint(capsys, run, "--data", colours, "--finetune.randaugment", "none")
+    assert "randaugment is 'none'" in bad
+
+
 def test_clevr_tasks_on_scenes(run):
     config = replace(QUICK, task=("clevr",), data="scenes:count=60,size=32", linear=LAST)
     found = evaluate([str(run)], config, silent())
@@ -281,14 +324,15 @@ def test_guessed_heads_are_said_and_recorded(colours, tmp_path):
     assert found.facts["guessed_heads"] == 3
 
 
-def test_images_that_cannot_be_read_are_said_and_recorded(run, colours, tmp_path, monkeypatch):
+@pytest.mark.parametrize("tasks", [("knn", "linear"), ("linear-sgd",), ("finetune",), ("linear-sgd", "knn")])
+def test_images_that_cannot_be_read_are_said_and_recorded(run, colours, tmp_path, monkeypatch, tasks):
     monkeypatch.setattr("stop_mim.data.image_source.MAX_BAD_FRACTION", 0.5)
     # One of the same place in both splits.
     for bad in sorted((colours / "train" / "green").iterdir())[:2] + sorted((colours / "test" / "green").iterdir())[:1]:
         bad.write_bytes(bad.read_bytes()[:40])
     console = silent(width=400)
-    found = evaluate([str(run)], replace(QUICK, task=("knn", "linear"), linear=LAST, data=str(colours)), console)
-    assert [[*one.facts["unreadable_images"].values()] for one in found] == [[3]] * 2
+    found = evaluate([str(run)], replace(QUICK, task=tasks, linear=LAST, data=str(colours)), console)
+    assert [[*one.facts["unreadable_images"].values()] for one in found] == [[3]] * len(tasks)
     assert console.file.getvalue().count("cannot be read and are left out: 3.") == 1
 
 
@@ -355,6 +399,8 @@ def test_bad_input_is_one_sentence_and_changes_nothing(run, colours, tmp_path, c
         ((run, "--task", "linea", "--data", colours), "'linea': did you mean 'linear'"),
         ((run, "--task", "--data", colours), "task is empty"),
         ((run, *knn, "--image-size", "30"), "image_size is 30"),
+        ((run, *knn, "--image-size", "1600000"), "image_size is 1600000: give a number from 1 to 16,384"),
+        ((run, *knn, "--seed", 2**63), f"seed is {2**63}: give a number"),
         ((run, *knn, "--pool", "cls"), "pool is cls"),
         ((run, "--task", "finetune", "--data", colours, "--image-size", "64"), "image_size is 64"),
         ((run, *knn, "--protocol", "none"), "'none'"),

@@ -22,11 +22,12 @@ from stop_mim.data.stored import store_images
 from stop_mim.errors import InputError
 from stop_mim.evaluation import features as stored
 from stop_mim.evaluation.config import evaluate_config
-from stop_mim.evaluation.features import encoder_fingerprint, extract_features, features_folder
+from stop_mim.evaluation.features import extract_features, features_folder
 from stop_mim.evaluation.subject import Subject
 from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder
 from stop_mim.models.encoder_file import save_encoder
+from stop_mim.models.fingerprint import encoder_fingerprint
 from stop_mim.training.config import SpeedConfig
 from stop_mim.training.distributed import Ranks
 

@@ -293,21 +293,45 @@ def test_a_resumed_run_is_bit_identical(encoder, tmp_path, loader, preconditione
     run("whole", kill_at(1))  # A finished one is not trained again.
 
 
-def test_the_task_resumes_from_its_own_state_and_removes_it(encoder, sets):
+@pytest.mark.parametrize("loader", ["resident", "streaming"])
+def test_a_resumed_run_knows_the_images_that_could_not_be_read(encoder, tmp_path, monkeypatch, loader):
+    monkeypatch.setattr("stop_mim.data.image_source.MAX_BAD_FRACTION", 0.5)
+    train = coloured(180, together=False, bad=(13, 100))
+
+    def run(progress=None):
+        made = training(encoder, train, conditions=replace(CONDITIONS, speed=replace(SPEED, loader=loader)))
+        made.train(tmp_path / "state", progress)
+        for images in (made.held_out, train.part(np.arange(90, 180))):
+            made.score(images)
+        return made.unreadable
+
+    with pytest.raises(Killed):
+        run(kill_at(8))
+    assert run() == run() == {train.source: {13, 100}}, "also where nothing is left to train"
+
+
+def test_the_task_resumes_from_its_own_state_until_it_has_finished(encoder, sets):
     told = []
     make = lambda **options: make_task("linear-sgd", encoder, *sets, batch_size=32, **options)  # noqa: E731
-    whole = scores_of(make(progress=lambda done, total: told.append((done, total))))
+    task = make(progress=lambda done, total: told.append((done, total)))
+    whole = scores_of(task)
     assert told == [(step, 28) for step in range(29)]
+    assert state_files()
+    task.finish()
     assert not state_files()
     with pytest.raises(Killed):
         scores_of(make(progress=kill_at(16)))
     (state,) = state_files()
     for others in ({"seed": 1}, {"lrs": (0.1,)}, {"protocol": replace(WHOLE, weight_decay=0.1)}):
-        scores_of(make(**others))
+        other = make(**others)
+        scores_of(other)
+        other.finish()
         assert state_files() == [state], "another evaluation has a state of its own"
     told.clear()
-    assert scores_of(make(progress=lambda done, total: told.append((done, total)))) == whole
+    resumed = make(progress=lambda done, total: told.append((done, total)))
+    assert scores_of(resumed) == whole
     assert told[0] == (14, 28)
+    resumed.finish()
     with pytest.raises(Killed):
         scores_of(make(progress=kill_at(16)))
     state.write_bytes(state.read_bytes()[:-1] + b"?")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from timm.models.vision_transformer import VisionTransformer
 
 import stop_mim
 from stop_mim.cli import main
@@ -17,6 +18,7 @@ from stop_mim.exchange import export as export_module
 from stop_mim.exchange.export import Origin, export_encoder, model_card
 from stop_mim.exchange.formats import Exported, Place, require_same_tokens
 from stop_mim.exchange.loading import run_of
+from stop_mim.models.fingerprint import encoder_fingerprint
 from stop_mim.results import Evaluation, Score, add_results
 
 FORMATS = ("timm", "hf", "onnx", "export")
@@ -30,13 +32,19 @@ def require(name):
 
 @pytest.fixture
 def evaluated(run):
-    data, facts = "/home/somebody/private/my|data", {"date": "2026-11-15T10:00:00+00:00"}
+    """A run with scores of its encoder, evaluated under another name, and of other encoders under the run's name."""
+    own = encoder_fingerprint(stop_mim.load_encoder(run))
+    facts = {"date": "2026-11-15T10:00:00+00:00", "encoder_fingerprint": own}
     scores = [Score("top1", 12.34, headline=True), Score("top1", 99.0, layers=1)]
-    whole = Evaluation(str(run), "linear", "class", data, "", {}, 0, facts, scores=scores)
-    checkpoint = str(run / "checkpoints" / "step-00000001.safetensors")
-    add_results(
-        run / "results.json", [whole, replace(whole, encoder=checkpoint, scores=[Score("top1", 1.0, headline=True)])]
-    )
+    data = "/home/somebody/private/my|data"
+    whole = Evaluation("~/elsewhere", "linear", "class", data, "", {}, 0, facts, scores=scores)
+    low = [Score("top1", 1.0, headline=True)]
+    others = [
+        replace(whole, encoder=str(run), facts=facts | {"encoder_fingerprint": "of older weights"}, scores=low),
+        replace(whole, encoder=str(run), facts={}, scores=low),
+    ]
+    before = replace(whole, encoder=str(run), scores=[Score("top1", 2.0, headline=True)])
+    add_results(run / "results.json", [before, whole, *others])
     return run
 
 
@@ -52,7 +60,8 @@ def test_a_run_is_exported_and_the_code_of_its_card_loads_it(evaluated, tmp_path
     for fact in (*training, *score, "2026-11-15"):
         assert fact in card
     assert "99.0" not in card
-    assert "1.0%" not in card, "the score of a checkpoint"
+    assert "2.0%" not in card, "an older measurement of the same score"
+    assert "1.0%" not in card, "the score of another encoder"
     assert "somebody" not in card, "a folder of the author"
     assert r"my\|data" in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
@@ -183,4 +192,35 @@ def test_the_run_of_an_encoder(run, monkeypatch):
     assert run_of(".") == run
     (run / "other.pth").write_bytes(b"")
     assert run_of("other.pth") is run_of("timm:vit_tiny_patch16_224") is None
-    assert export_module._origin_of(".").recipe == "my-recipe"
+    assert export_module._origin_of(".", stop_mim.load_encoder(".")).recipe == "my-recipe"
+
+
+def test_what_evaluate_stores_is_in_the_card(run, tmp_path):
+    main(["evaluate", str(run), "--task", "knn", "--data", "scenes:count=40,size=32", "--label", "count"])
+    scores = export_module._origin_of(str(run), stop_mim.load_encoder(run)).scores
+    assert [(name, data) for name, data, *_ in scores] == [("count/knn/neighbours=20/top1", "scenes:count=40,size=32")]
+    newest = str(max((run / "checkpoints").glob("*.safetensors")))
+    assert export_module._origin_of(f"{newest}#encoder", stop_mim.load_encoder(f"{newest}#encoder")).scores == []
+
+
+def test_scores_of_the_class_token_are_those_of_the_encoder_too():
+    vit = VisionTransformer(32, 8, embed_dim=48, depth=1, num_heads=3, num_classes=0)
+    encoder = stop_mim.Encoder(vit)
+    found = export_module._fingerprints(encoder)
+    assert encoder.pool == "mean"
+    encoder.pool = "cls"
+    assert len(found) == 2
+    assert encoder_fingerprint(encoder) in found
+
+
+def test_a_card_has_the_name_of_a_file_without_its_folders(ours, encoder, monkeypatch):
+    monkeypatch.chdir(ours.parent)
+    monkeypatch.setenv("HOME", str(ours.parent))
+    for name in (ours.name, f"./{ours.name}", f"../{ours.parent.name}/{ours.name}", f"~/{ours.name}"):
+        assert export_module._origin_of(name, encoder).name == ours.name
+    (ours.parent / "link.safetensors").symlink_to(ours)
+    assert export_module._origin_of("link.safetensors", encoder).name == "link.safetensors"
+    write = export_encoder(ours.name, "timm", ours.parent / "model")
+    monkeypatch.chdir(write)
+    assert export_module._origin_of(".", encoder).name == "model"
+    assert export_module._origin_of("timm:vit_tiny_patch16_224", encoder).name == "timm:vit_tiny_patch16_224"

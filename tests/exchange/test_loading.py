@@ -10,11 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.layers import SwiGLU
 from timm.models.vision_transformer import VisionTransformer
+from torchvision.transforms.functional import to_pil_image
 
 import stop_mim
 from stop_mim.errors import InputError
 from stop_mim.exchange.export import export_encoder
-from stop_mim.models.encoder import Dimensions, Encoder, create_encoder
+from stop_mim.models.encoder import Dimensions, Encoder, Preprocessing, create_encoder
 from stop_mim.models.encoder_file import save_encoder
 from stop_mim.models.hub_encoder import HubEncoder, load_hub_encoder
 
@@ -95,6 +96,15 @@ def test_folders_of_hugging_face_become_timm_models(tmp_path, images, transforme
     assert torch.equal(again(images), encoder(images))
 
 
+def test_folders_of_hugging_face_that_are_at_home_or_nowhere(ijepa, monkeypatch):
+    monkeypatch.setenv("HOME", str(ijepa.parent))
+    assert stop_mim.load_encoder("hf:~/model").dim == 48
+    assert stop_mim.load_encoder("untrained:hf:~/model").dim == 48
+    for name in (f"{ijepa}/nothing", "./model", "a/b/c"):
+        with pytest.raises(InputError, match=f"There is no folder '{name}': .*OWNER/NAME"):
+            stop_mim.load_encoder(f"hf:{name}")
+
+
 def test_other_models_of_hugging_face_stay_what_they_are(tmp_path, images, transformers):
     randomised(transformers.Dinov2Model(transformers.Dinov2Config(**SHAPE))).save_pretrained(tmp_path / "dino")
     other = transformers.IJepaConfig(**SHAPE, hidden_act="relu")
@@ -157,6 +167,7 @@ def test_a_folder_of_hugging_face_that_is_wrong(ijepa, name, value, words):
     [
         ({"image_mean": [0.5]}, r"image_mean is \[0.5\]"),
         ({"image_std": "much"}, "image_std is 'much'"),
+        ({"do_center_crop": True, "size": 32, "crop_size": "small"}, "crop_size is 'small'"),
         ({"do_center_crop": True, "size": {"shortest_edge": 0}, "crop_size": {"height": 8}}, "division by zero"),
     ],
 )
@@ -271,6 +282,16 @@ def test_untrained_encoders_are_the_same_every_time(run, name):
         assert not torch.equal(trained["vit.norm.bias"], first["vit.norm.bias"])
 
 
+def test_an_untrained_network_of_what_is_no_run(run, exported, ours, tmp_path):
+    (tmp_path / "empty").mkdir()
+    checkpoint = max((run / "checkpoints").glob("*.safetensors"))
+    others = (f"{run}#encoder", run / "encoder.safetensors", checkpoint, tmp_path / "empty", "nowhere")
+    for name in (ours, exported("timm"), exported("hf"), *others):
+        with pytest.raises(InputError, match=f"^'{name}' is not a run directory, .* give untrained: with one"):
+            stop_mim.load_encoder(f"untrained:{name}")
+    stop_mim.load_encoder(f"untrained:{run}/")
+
+
 def assert_same(found, encoder):
     assert found.architecture() == encoder.architecture()
     assert (found.mean, found.std, found.norm_eps) == (encoder.mean, encoder.std, encoder.norm_eps)
@@ -311,12 +332,71 @@ def test_hugging_face_and_back(exported, encoder, images, transformers):
     assert all(torch.equal(tensor, encoder.vit.state_dict()[name]) for name, tensor in again.vit.state_dict().items())
 
 
-def test_hugging_faces_preprocessing_is_ours(exported, encoder, transformers):
-    processor = transformers.AutoImageProcessor.from_pretrained(exported("hf"))
-    pixels = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = processor(pixels, return_tensors="pt")["pixel_values"][0]
-    mean, std = (torch.tensor(values)[:, None, None] for values in (encoder.mean, encoder.std))
-    torch.testing.assert_close(found, (pixels / 255 - mean) / std, atol=1e-4, rtol=1e-4)
+@pytest.fixture
+def photo():
+    """A smooth image that is neither square nor of the encoder's size."""
+    noise = torch.rand(3, 6, 9, generator=torch.Generator().manual_seed(0))
+    return to_pil_image(torch.nn.functional.interpolate(noise[None], (80, 120), mode="bicubic")[0].clamp(0, 1))
+
+
+def assert_preprocessed_alike(encoder, folder, photo, transformers):
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    theirs = processor(photo, return_tensors="pt")["pixel_values"][0]
+    # Values of pixels are rounded to 8 bits in between.
+    torch.testing.assert_close(encoder.transform(photo), theirs, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Preprocessing(),
+        Preprocessing("bilinear", 0.875),
+        Preprocessing("bicubic", 0.8, "squash"),
+        Preprocessing("nearest", 1.0, "squash"),
+    ],
+)
+def test_preprocessing_is_exported_to_hugging_face(encoder, tmp_path, photo, transformers, how):
+    encoder.preprocessing = how
+    save_encoder(encoder, tmp_path / "ours.safetensors")
+    folder = export_encoder(str(tmp_path / "ours.safetensors"), "hf", tmp_path / "hf")
+    again = stop_mim.load_encoder(folder)
+    assert torch.equal(again.transform(photo), encoder.transform(photo))
+    if how.interpolation != "nearest":  # Pixels of PIL and torchvision then differ.
+        assert_preprocessed_alike(encoder, folder, photo, transformers)
+
+
+def test_preprocessing_that_hugging_face_cannot_do(encoder, tmp_path):
+    encoder.preprocessing = Preprocessing("bicubic", 1.0, "border")
+    save_encoder(encoder, tmp_path / "ours.safetensors")
+    with pytest.raises(InputError, match=r"cropped with border, .* export it to timm"):
+        export_encoder(str(tmp_path / "ours.safetensors"), "hf", tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("ViT", {"size": 32, "do_normalize": False}, Preprocessing("bicubic", 1.0, "squash")),
+        ("ViT", {"size": [32, 32]}, Preprocessing("bicubic", 1.0, "squash")),
+        ("DeiT", {"size": 40, "crop_size": 32}, Preprocessing("bicubic", 0.8, "squash")),
+        (
+            "Beit",
+            {"size": {"height": 40, "width": 40}, "crop_size": {"height": 32, "width": 32}, "do_center_crop": True},
+            Preprocessing("bicubic", 0.8, "squash"),
+        ),
+        ("Beit", {"size": 32, "crop_size": 16}, Preprocessing("bicubic", 1.0, "squash")),
+        ("Bit", {"size": 40, "crop_size": 32}, Preprocessing("bicubic", 0.8)),
+        ("Bit", {"size": {"shortest_edge": 40}, "crop_size": [32, 32]}, Preprocessing("bicubic", 0.8)),
+        ("Bit", {"size": 32, "do_center_crop": True, "crop_size": 32}, Preprocessing("bicubic", 1.0)),
+    ],
+)
+def test_preprocessing_of_hugging_face_is_read_as_transformers_does(ijepa, photo, transformers, kind, values, expected):
+    mean = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}
+    stored = {"image_processor_type": f"{kind}ImageProcessor", "resample": 3, **mean, **values}
+    (ijepa / "preprocessor_config.json").write_text(json.dumps(stored))
+    for load in (stop_mim.load_encoder, load_hub_encoder):
+        encoder = load(str(ijepa))
+        assert encoder.preprocessing == expected
+        assert_preprocessed_alike(encoder, ijepa, photo, transformers)
 
 
 def test_oblong_images(tmp_path, transformers):

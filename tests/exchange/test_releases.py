@@ -155,6 +155,18 @@ def test_a_model_of_transformers_and_a_published_one(transformers, tmp_path, our
     assert "README.md" not in Hub.downloads
 
 
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [({"model_type": "swin", "patch_size": 4}, "swin"), ({"architecture": "resnet18"}, "model of another library")],
+)
+def test_a_model_that_is_not_plain_is_refused_before_its_weights_are_downloaded(config, kind):
+    weights = {"model.safetensors": b"many", "preprocessor_config.json": b"{}"}
+    Hub.repositories["some/body"] = {"config.json": json.dumps(config).encode(), **weights}
+    with pytest.raises(InputError, match=f"hf:some/body is a '{kind}', not a plain Vision Transformer"):
+        stop_mim.load_encoder("hf:some/body")
+    assert Hub.downloads == ["config.json"]
+
+
 def test_the_name_is_one_of_an_encoder_everywhere(tmp_path, capsys):
     encoder = EncoderConfig("tiny", (64, 64), depth=2)
     config = TrainConfig(encoder=encoder, predictor=PredictorConfig(48, 2), positions=PositionsConfig("sincos"))

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image
+from timm.models.vision_transformer import VisionTransformer
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, normalize, resize, to_tensor
 
 from stop_mim.errors import InputError
 from stop_mim.exchange.importing import load_timm_encoder
 from stop_mim.exchange.loading import load_encoder
-from stop_mim.models.encoder import SIZES, Dimensions, Preprocessing, create_encoder, cut_patches, mlp_ratio
+from stop_mim.models.encoder import SIZES, Dimensions, Encoder, Preprocessing, create_encoder, cut_patches, mlp_ratio
 from stop_mim.models.encoder_file import save_encoder
 from stop_mim.models.predictor import Predictor, context_projection
 from stop_mim.positions import SinCosPositions
@@ -130,10 +131,29 @@ def test_timms_models_with_their_class_token():
     torch.testing.assert_close(encoder.embed(images, layers=4)[:, -192:], encoder.vit(images))
 
 
+@pytest.mark.parametrize("class_token", [False, True])
+def test_a_last_norm_after_pooling_is_applied_as_timm_does(class_token):
+    more = {"global_pool": "avg", "class_token": class_token, "no_embed_class": True, "reg_tokens": 1}
+    vit = VisionTransformer(32, 8, embed_dim=48, depth=2, num_heads=3, num_classes=0, dynamic_img_size=True, **more)
+    assert isinstance(vit.norm, torch.nn.Identity), "the last norm is vit.fc_norm"
+    for parameter in vit.parameters():
+        parameter.data = torch.randn_like(parameter)
+    encoder, images = Encoder(vit.eval()), torch.randn(2, 3, 32, 32)
+    tokens = vit.forward_features(images)
+    torch.testing.assert_close(encoder.embed(images), vit.forward_head(tokens, pre_logits=True))
+    torch.testing.assert_close(encoder.embed(images, layers=2)[:, 48:], encoder.embed(images))
+    torch.testing.assert_close(encoder(images), vit.fc_norm(tokens[:, vit.num_prefix_tokens :]))
+    if class_token:
+        encoder.pool = "cls"
+        torch.testing.assert_close(encoder.embed(images), vit.fc_norm(tokens[:, 0]))
+
+
 def test_what_timm_does_not_have_is_named():
     for name, words in [
         ("vit_smal_patch16_224", "timm has no model 'vit_smal_patch16_224': .* vit_small_patch16_224"),
         ("resnet18", "not a plain Vision Transformer"),
+        ("vit_tiny_r_s16_p8_224", "'vit_tiny_r_s16_p8_224' has a HybridEmbed, .* vit_base_patch16_224"),
+        ("vit_pwee_patch16_reg1_gap_256", "'vit_pwee_patch16_reg1_gap_256' has a ParallelScalingBlock"),
     ]:
         with pytest.raises(InputError, match=words):
             load_timm_encoder(name, pretrained=False)

@@ -19,7 +19,7 @@ from stop_mim.constraints import (
     Number,
 )
 from stop_mim.errors import InputError
-from stop_mim.evaluation.task import TASKS, TOP, TrainingTask, plain
+from stop_mim.evaluation.task import TASKS, TOP, NotApplicable, TrainingTask, plain
 from stop_mim.evaluation.tasks.low_shot import FewLabels, LowShotOptions
 from stop_mim.options import AugmentConfig
 from stop_mim.results import Scalar, Score, accuracy
@@ -128,13 +128,13 @@ class Finetune(TrainingTask):
         encoder = self.subject.encoder
         self.retouch()
         if not isinstance(encoder, Encoder):
-            raise InputError(
+            raise NotApplicable(
                 f"'{self.subject.name}' is a {type(encoder).__name__}: only timm's Vision Transformers can be fine-tuned; "
                 "use linear-sgd."
             )
         own = tuple(rows * side for rows, side in zip(encoder.grid, encoder.patch_size, strict=True))
         if encoder.image_size != own:
-            raise InputError(
+            raise NotApplicable(
                 f"image_size is {encoder.image_size[0]}: fine-tuning runs at the encoder's own size, {own[0]}; leave "
                 "image_size out."
             )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, SIDE, Checked
 from stop_mim.evaluation.config import EvaluateConfig
 from stop_mim.evaluation.task import TASKS, Task, options_of
 from stop_mim.results import Score
@@ -24,7 +24,7 @@ HEADLINES = ("J&F", "J_mean", "F_mean")
 class PropagationConfig(Checked, group="video.propagation"):
     """Label propagation from frame to frame; the defaults are those of the paper, which follows DINO."""
 
-    short_side: Annotated[int, ABOVE_ZERO] = 480
+    short_side: Annotated[int, SIDE] = 480
     """Frames are resized to this shorter side in pixels, as nearly as whole patches allow."""
     context_frames: Annotated[int, AT_LEAST_ZERO] = 7
     """Number of previous frames to take labels from, besides the first frame."""
