@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks, choose_device
 from stop_mim.training.inputs import StepInputs, SyntheticImages
-from stop_mim.training.pretrain import Parts, assemble
+from stop_mim.training.pretrain import Parts, assemble, memory_of_step
 from stop_mim.training.run_folder import environment
-from stop_mim.training.trial import forget_peak
+from stop_mim.training.trial import forget_peak, settle
 
 FORMAT = "stop-mim bench 1"
 PROFILED_STEPS = 5
@@ -97,7 +97,11 @@ def run_bench(config: TrainConfig, bench: BenchConfig, recipe: str = "custom") -
 
 def open_run(config: TrainConfig, uses_data: bool, display: ProgressDisplay, warn: Callable[[str], None]) -> Parts:
     """Assemble the run as training does, in one process and without a run directory."""
-    inputs = StepInputs(config, Ranks(0, 1, 1, one_device(config)))
+    ranks = Ranks(0, 1, 1, one_device(config))
+    if not uses_data:
+        # Synthetic images have no number from which settings could be derived.
+        config = replace(config, optim=replace(config.optim, derive=()))
+    inputs = StepInputs(settle(config, ranks, display.say, memory_of_step), ranks)
     images = inputs.open_images(progress=partial(display.update, "decoding images")) if uses_data else None
     return assemble(inputs, images or SyntheticImages(inputs), display.say, warn)
 
@@ -139,7 +143,7 @@ def measure_run(
     return BenchReport(
         recipe=recipe,
         environment=environment(),
-        config=asdict(config),
+        config=asdict(run.config),
         bench={name: str(value) if isinstance(value, Path) else value for name, value in asdict(bench).items()},
         hardware=hardware_name(device),
         images=f"{config.data}; {run.images.description}" if uses_data else run.images.description,

@@ -117,7 +117,7 @@ def images_at_once(per_step: int, memory_of: Callable[[int], int], budget: float
 
 def largest_divisor(number: int, at_most: float) -> int:
     """Return the largest divisor of a number within a limit; 1 if the limit is lower."""
-    return max(one for one in range(1, number + 1) if number % one == 0 and (one <= at_most or one == 1))
+    return next((one for one in range(int(min(number, at_most)), 1, -1) if number % one == 0), 1)
 
 
 def forget_peak(device: torch.device) -> None:

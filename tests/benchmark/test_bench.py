@@ -12,10 +12,10 @@ from stop_mim.benchmark import bench as bench_module
 from stop_mim.benchmark.bench import open_run, run_bench, steps_of
 from stop_mim.benchmark.flops import TokenCounts, step_flops
 from stop_mim.errors import InputError
-from stop_mim.training import pretrain
+from stop_mim.training import pretrain, trial
 from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.config import EncoderConfig, MaskConfig
+from stop_mim.training.config import EncoderConfig, MaskConfig, SpeedConfig
 from stop_mim.training.run_folder import RunFolder
 
 COMMON = {"masks", "whole forward", "backward", "optimiser"}
@@ -78,6 +78,16 @@ def test_the_measured_step_is_the_one_that_trains(tiny, tmp_path):
             step()
     expected = read_checkpoint(RunFolder(tmp_path / "run").newest_checkpoint()).tensors
     assert all(torch.equal(tensor, expected[f"model.{name}"]) for name, tensor in run.objective.state_dict().items())
+
+
+def test_what_training_decides_is_measured(tiny, short, monkeypatch):
+    free = tiny(speed=SpeedConfig(device="cpu", workers=0))
+    monkeypatch.setattr(trial, "PATCHES_AT_ONCE_ON_CPU", 2 * 16)
+    assert opened(free).inputs.per_device == 2
+    derived = replace(free, optim=replace(free.optim, derive=("batch_size",)))
+    assert opened(derived, uses_data=True).config.optim.batch_size == 12
+    report = run_bench(derived, short)
+    assert (report.images_per_step, report.config["speed"]["batch_size_per_device"]) == (8, 2)
 
 
 @pytest.mark.parametrize("compat", [None, "release"])

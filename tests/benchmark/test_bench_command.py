@@ -13,6 +13,8 @@ TINY = [
     *("--bench.repeats", "2", "--bench.steps", "1", "--bench.warmup", "1"),
 ]
 
+HUGE = ["--optim.batch-size", "1000000000", "--speed.batch-size-per-device", "1000000000"]
+
 
 def test_the_demo_is_measured_with_other_sizes_and_written_with_all_that_is_needed_to_repeat_it(
     tmp_path, capsys, monkeypatch
@@ -46,7 +48,7 @@ def test_a_config_file_without_data_is_measured_with_synthetic_images(tmp_path, 
     [
         (["demo", "--bench.repeats", "0"], "bench.repeats is 0"),
         (["demo", "--bench.json", "no/such/folder/bench.json"], "bench.json"),
-        (["demo", "--optim.batch-size", "1000000000", "--speed.device", "cpu"], "do not fit into the memory of"),
+        (["demo", *HUGE, "--speed.device", "cpu"], "do not fit into the memory of"),
         (["stop-tiny-imagenet", "--bench.images", "data"], "data is not given"),
     ],
 )
