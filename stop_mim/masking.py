@@ -232,7 +232,7 @@ class MultiBlockMasks:
         preference = (~taken).float() + free + (free & context)
         scores = preference + torch.rand(preference.shape, device=device, generator=generator)
         best = scores.topk(self.context_tokens, dim=-1)
-        # If even these are too few, a context patch is used twice: a target must never be context.
+        # If even these are too few, a context patch is used twice: a target is not context unless targets fill the image.
         context_indices = torch.where(best.values < 1, best.indices[:, :1], best.indices)
         return Masks(context_indices.sort(dim=-1).values, chosen.sort(dim=-1).values, self.grid)
 
@@ -272,7 +272,8 @@ class ReleasedMasks:
     A context that is too small is drawn again, image by image; after `RELEASE_DRAWS` draws it may cover the last target
     block, then the last two, and so on.
 
-    The arguments are those of `MultiBlockMasks`, and `min_context`: fewest patches of a context that is not drawn again.
+    The arguments are those of `MultiBlockMasks` without numbers of tokens, and `min_context`: fewest patches of a context
+    that is not drawn again.
     """
 
     has_fixed_counts = False

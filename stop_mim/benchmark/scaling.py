@@ -15,10 +15,11 @@ from torch import nn
 from stop_mim.benchmark.config import PlanConfig
 from stop_mim.benchmark.flops import TokenCounts
 from stop_mim.errors import InputError
-from stop_mim.masking import build_masks
+from stop_mim.masking import RELEASE_IMAGES, MaskSampler, build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.predictor import LastBlock
+from stop_mim.positions import Grid
 from stop_mim.tables import Table
 from stop_mim.training.config import Sharding, TrainConfig
 
@@ -28,6 +29,7 @@ USABLE = 0.9
 CONTEXT_GIB = 1.0
 # Of a layer that keeps nothing: its input, norm, q, k, v and attended values, or the MLP's hidden ones, in bf16.
 TARGET_LAYER_BYTES = 2 * 8
+MASK_DRAWS = 16
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Sizes:
         with torch.device("meta"):
             objective = build_objective(config)
         grid = objective.encoder.grid
-        tokens = TokenCounts.of(build_masks(config.masks, grid).sample(1), grid)
+        tokens = _most_tokens(build_masks(config.masks, grid), grid)
         trained = sum(p.numel() for p in objective.parameters() if p.requires_grad)
         every = sum(p.numel() for p in objective.parameters())
         blocks = [module for module in objective.modules() if isinstance(module, Block)]
@@ -84,6 +86,14 @@ class Sizes:
         inputs = [4 * attention for attention, _, _ in self.layers]
         kept = sum(inputs) + max(whole) if recompute else sum(whole)
         return round(kept) + 4 * self.image_values + TARGET_LAYER_BYTES * self.target_values
+
+
+def _most_tokens(masks: MaskSampler, grid: Grid) -> TokenCounts:
+    """Return the counts of a batch, or of the largest of several if they change from batch to batch."""
+    images, draws = (1, 1) if masks.has_fixed_counts else (RELEASE_IMAGES, MASK_DRAWS)
+    generator = torch.Generator().manual_seed(0)
+    counts = [TokenCounts.of(masks.sample(images, generator=generator), grid) for _ in range(draws)]
+    return max(counts, key=lambda one: one.context + one.blocks * (one.context + one.target))
 
 
 def _trained_layers(objective: nn.Module, tokens: TokenCounts) -> Iterator[tuple[int, int, float]]:
@@ -172,11 +182,12 @@ def layouts(config: TrainConfig, plan: PlanConfig) -> list[Layout]:
     if total % plan.gpus:
         raise InputError(f"optim.batch_size is {total}: it must be a multiple of the {plan.gpus} GPUs.")
     sizes, per_gpu = Sizes.of(config), total // plan.gpus
+    at_once = RELEASE_IMAGES if config.masks.compat == "release" else per_gpu
     found = []
     shardings: list[Sharding] = ["none", "hybrid", "full"] if plan.gpus > plan.gpus_per_machine else ["none", "full"]
     for sharding in shardings[: 1 if plan.gpus == 1 else None]:
         for recompute in (False, True):
-            sizes_of_batch = [number for number in range(per_gpu, 0, -1) if per_gpu % number == 0]
+            sizes_of_batch = [number for number in range(per_gpu, 0, -1) if per_gpu % number == 0 and number <= at_once]
             ways = [lay_out(sizes, plan, sharding, recompute, size, per_gpu // size) for size in sizes_of_batch]
             found.append(next((way for way in ways if fits(way, plan)), ways[-1]))
     return found

@@ -87,6 +87,14 @@ def test_the_command_says_what_to_use_or_that_it_does_not_fit(capsys):
     assert "multiple of the 3 GPUs" in capsys.readouterr().err
 
 
+def test_released_masks_are_planned_alike_each_time_and_in_batches_that_training_has():
+    config, plan = find_recipe("stop-vitb16", "release"), PlanConfig(gpus=8)
+    first = layouts(config, plan)
+    Sizes.of.cache_clear()
+    assert layouts(config, plan) == first
+    assert {layout.per_device for layout in first} == {64}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["stop-vitb16", "stop-vitl16"])
 @pytest.mark.parametrize("images", [32, 128])
