@@ -90,6 +90,14 @@ class OnlyWith:
     values: tuple[object, ...]
 
 
+@dataclass(frozen=True)
+class NotWith:
+    """The field has no effect where another field has one of some values; see `OnlyWith`."""
+
+    field: str
+    values: tuple[object, ...]
+
+
 class Checked:
     """Base of config dataclasses: checks the constraints of all fields when an instance is made.
 
@@ -124,22 +132,22 @@ class Checked:
 
 def check_effects(config: Any) -> None:
     """Raise InputError for a field that is set and has no effect because of another field's value (see `OnlyWith`)."""
-    for path, value, default, only_with in _effects(config, ""):
-        other = operator.attrgetter(only_with.field)(config)
-        if value != default and other not in only_with.values:
+    for path, value, default, condition in _effects(config, ""):
+        other, needs = operator.attrgetter(condition.field)(config), isinstance(condition, OnlyWith)
+        if value != default and (other in condition.values) != needs:
+            choice = f"set {condition.field} to {' or '.join(map(str, condition.values))}" if needs else "change that"
             raise InputError(
-                f"{path} is {value}, which has no effect because {only_with.field} is {other}: leave it out, or set "
-                f"{only_with.field} to {' or '.join(map(str, only_with.values))}."
+                f"{path} is {value}, which has no effect because {condition.field} is {other}: leave it out, or {choice}."
             )
 
 
-def _effects(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, OnlyWith]]:
+def _effects(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any, OnlyWith | NotWith]]:
     for field, _, extras in _fields(type(config)):
         path, value = f"{prefix}{field.name}", getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _effects(value, f"{path}.")
         for extra in extras:
-            if isinstance(extra, OnlyWith):
+            if isinstance(extra, OnlyWith | NotWith):
                 yield path, value, field.default, extra
 
 

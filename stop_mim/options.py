@@ -6,7 +6,7 @@ The docstring of a field is its help on the command line.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, FRACTION, Checked, Interval, Number, OnlyWith
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, FRACTION, Checked, Interval, NotWith, Number, OnlyWith
 
 ApplyTo = Literal["masked", "context", "both", "none"]
 Convention = Literal["paper", "std", "release"]
@@ -16,6 +16,8 @@ Compat = Literal["corrected", "release", "paper-text"]
 Range = tuple[float, float]
 
 MULTIBLOCK_ONLY = OnlyWith("masks.kind", ("multiblock",))
+NOT_BLOCKWISE, NOT_RANDOM = NotWith("masks.kind", ("random", "blockwise")), NotWith("masks.kind", ("random",))
+NOT_MULTIBLOCK, NOT_RELEASED = NotWith("masks.kind", ("multiblock",)), NotWith("masks.compat", ("release",))
 
 
 @dataclass(frozen=True)
@@ -24,21 +26,21 @@ class MaskConfig(Checked, group="masks"):
 
     kind: str = "multiblock"
     """multiblock (I-JEPA's blocks), random (uniform, MAE) or blockwise (rectangles that are one target, data2vec)."""
-    n_blocks: Annotated[int, ABOVE_ZERO] = 4
+    n_blocks: Annotated[int, ABOVE_ZERO, NOT_BLOCKWISE] = 4
     """Target blocks per image."""
-    target_scale: Annotated[Range, Interval(1.0)] = (0.15, 0.2)
+    target_scale: Annotated[Range, Interval(1.0), NOT_RANDOM] = (0.15, 0.2)
     """Smallest and largest area of a target block, or of a blockwise rectangle, as a fraction of the image."""
-    target_aspect: Annotated[Range, Interval()] = (0.75, 1.5)
+    target_aspect: Annotated[Range, Interval(), NOT_RANDOM] = (0.75, 1.5)
     """Smallest and largest height over width of a target block, or of a blockwise rectangle."""
-    context_scale: Annotated[Range, Interval(1.0)] = (0.85, 1.0)
+    context_scale: Annotated[Range, Interval(1.0), NOT_BLOCKWISE] = (0.85, 1.0)
     """Smallest and largest area of the context block, before the targets are removed from it."""
-    context_aspect: Annotated[Range, Interval()] = (1.0, 1.0)
+    context_aspect: Annotated[Range, Interval(), NOT_BLOCKWISE] = (1.0, 1.0)
     """Smallest and largest height over width of the context block."""
-    target_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY] = None
+    target_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY, NOT_RELEASED] = None
     """Patches kept of each target block; by default as many as nine blocks in ten have."""
-    context_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY] = None
+    context_tokens: Annotated[int | None, ABOVE_ZERO, MULTIBLOCK_ONLY, NOT_RELEASED] = None
     """Patches kept of each context; by default as many as nineteen contexts in twenty have."""
-    mask_ratio: Annotated[float, Number("give a number above 0 and below 1", above=0, below=1)] = 0.75
+    mask_ratio: Annotated[float, Number("give a number above 0 and below 1", above=0, below=1), NOT_MULTIBLOCK] = 0.75
     """Fraction of the patches that random and blockwise masks make targets."""
     compat: Annotated[Literal["release"] | None, MULTIBLOCK_ONLY] = None
     """release: sample as the released I-JEPA and StoP code does, with its defects."""

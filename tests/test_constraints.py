@@ -1,5 +1,6 @@
 """Constraints declared on config fields are checked when a config is made; the error names field, value and remedy."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -8,7 +9,9 @@ import pytest
 from stop_mim.constraints import ABOVE_ZERO, FRACTION_BELOW_ONE, Checked, Each, Interval, OnlyWith, check_effects
 from stop_mim.errors import InputError
 from stop_mim.evaluation.config import EvaluateConfig
+from stop_mim.sweeps.grid import with_overrides
 from stop_mim.training.config import TrainConfig
+from stop_mim.training.recipes import find_recipe
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,30 @@ def test_a_field_without_effect_is_refused():
     check_effects(Outer(Inner(kind="b", extra=1.0)))
     with pytest.raises(InputError, match=r"inner\.extra is 1\.0.*inner\.kind is a"):
         check_effects(Outer(Inner(extra=1.0)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field", "value"),
+    [
+        ("stop-vitb16", "masks.mask_ratio", 0.9),
+        ("mae-vitb16", "masks.n_blocks", 9),
+        ("mae-vitb16", "masks.target_scale", (0.1, 0.2)),
+        ("data2vec-vitb16", "masks.context_scale", (0.5, 0.6)),
+        ("mae-vitb16", "objective.beta", 5.0),
+        ("mae-vitb16", "optim.ema_start", 0.9),
+        ("stop-vitb16", "objective.norm_pixels", False),
+    ],
+)
+def test_options_of_other_objectives_and_masks_are_refused(recipe, field, value):
+    config = find_recipe(recipe)
+    check_effects(config)
+    with pytest.raises(
+        InputError, match=rf"{re.escape(field)} is .*, which has no effect because .*: leave it out, or change"
+    ):
+        check_effects(with_overrides(config, {field: value}))
+
+
+def test_released_masks_have_no_chosen_numbers_of_tokens():
+    config = with_overrides(find_recipe("stop-vitb16", "release"), {"masks.context_tokens": 20})
+    with pytest.raises(InputError, match=r"masks\.context_tokens is 20.*masks\.compat is release"):
+        check_effects(config)

@@ -6,7 +6,7 @@ The docstring of a field is its help on the command line. The options of masks a
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, runtime_checkable
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, DEPTH, SIDE, WIDTH, Checked, Each, OnlyWith
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, DEPTH, SIDE, WIDTH, Checked, Each, NotWith, OnlyWith
 from stop_mim.options import ApplyTo, Convention, MaskConfig
 
 EncoderSize = Literal["tiny", "small", "base", "large", "huge", "giant"]
@@ -16,6 +16,7 @@ Initialisation = Literal["scaled", "release"]
 
 IJEPA_ONLY = OnlyWith("objective.kind", ("ijepa",))
 DATA2VEC_ONLY = OnlyWith("objective.kind", ("data2vec",))
+NOT_MAE = NotWith("objective.kind", ("mae",))
 STOCHASTIC_ONLY = OnlyWith("positions.kind", ("stochastic",))
 
 
@@ -27,9 +28,9 @@ class ObjectiveConfig(Checked, group="objective"):
     """ijepa: features, by a predictor; mae: pixels, by a decoder (the predictor group); data2vec: features, by the encoder."""
     target_layers: Annotated[int, ABOVE_ZERO, DATA2VEC_ONLY] = 1
     """Number of last layers of the target encoder whose features are averaged (data2vec)."""
-    beta: Annotated[float, ABOVE_ZERO] = 1.0
+    beta: Annotated[float, ABOVE_ZERO, NOT_MAE] = 1.0
     """Error above which smooth-L1 is linear (ijepa, data2vec)."""
-    norm_pixels: bool = True
+    norm_pixels: Annotated[bool, NotWith("objective.kind", ("ijepa", "data2vec"))] = True
     """Normalise the pixels of each patch by their mean and variance (mae)."""
     target_resolution: Annotated[TargetResolution, IJEPA_ONLY] = "full"
     """full: targets at the patches' resolution; bilinear, max: also at half of it, by resizing or max pooling (ijepa)."""
