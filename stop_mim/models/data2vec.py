@@ -71,6 +71,11 @@ class Data2Vec(TargetObjective):
     def forward(self, images: Images, masks: Masks, noise: Noise | None = None) -> Float[Tensor, ""]:
         """Return the loss of a batch: smooth-L1 between the student's and the teacher's features."""
         self.require_fit(images, masks)
+        if masks.targets.shape[1] > 1:
+            raise InputError(
+                f"The masks have {masks.targets.shape[1]} target blocks and data2vec predicts one: use BlockwiseMasks or "
+                "RandomMasks."
+            )
         predicted, target = self.predict(images, masks, noise), self.target_features(images, masks)
         return F.smooth_l1_loss(predicted.float(), target.float(), beta=self.beta)
 

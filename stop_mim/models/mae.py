@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from stop_mim.errors import InputError
 from stop_mim.masking import Masks
 from stop_mim.models.build import build_encoder, build_predictor
 from stop_mim.models.config import ModelConfig
@@ -36,6 +37,11 @@ class MAE(Objective):
 
     def __init__(self, encoder: Encoder, decoder: Predictor, norm_pixels: bool = True) -> None:
         super().__init__()
+        if decoder.head.out_features != (pixels := 3 * math.prod(encoder.patch_size)):
+            raise InputError(
+                f"The decoder has {decoder.head.out_features} outputs and a patch {pixels} values: create it with "
+                f"outputs={pixels}."
+            )
         self.encoder, self.decoder, self.norm_pixels = encoder, decoder, norm_pixels
         self.train()
 

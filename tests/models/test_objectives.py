@@ -16,6 +16,7 @@ from stop_mim.models.encoder_file import save_encoder
 from stop_mim.models.kernels.fast import use_fast_kernels
 from stop_mim.models.kernels.frozen_forward import frozen_tokens
 from stop_mim.models.kernels.short_attention import ShortAttention
+from stop_mim.models.mae import MAE
 from stop_mim.training.config import (
     EncoderConfig,
     MaskConfig,
@@ -208,11 +209,23 @@ def test_other_devices_and_precisions_keep_timms_attention(precision, device):
         ("mae", lambda images, masks: (images[:, :, :-1], masks), "31x48 pixels cannot be cut"),
         ("data2vec", lambda images, masks: (images, replace(masks, grid=(8, 8))), "masks are for 8x8 .* has 4x6"),
         ("ijepa", lambda images, masks: (images[:3], masks), "3 images and masks for 4"),
+        (
+            "data2vec",
+            lambda images, masks: (images, replace(masks, targets=masks.targets.repeat(1, 2, 1))),
+            "2 target blocks and data2vec predicts one",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_named(kind, change, words):
     with pytest.raises(InputError, match=words):
         make(kind)(*change(*make_batch(kind)))
+
+
+def test_a_decoder_of_other_patches_is_refused():
+    mae = make("mae")
+    mae.encoder.patch_size = (4, 4)
+    with pytest.raises(InputError, match="has 192 outputs and a patch 48 values: create it with outputs=48"):
+        MAE(mae.encoder, mae.decoder)
 
 
 def test_positions_of_another_grid_are_named():
