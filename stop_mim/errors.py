@@ -14,6 +14,12 @@ class MissingExtra(InputError):
         )
 
 
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise InputError unless the value is one of the choices."""
+    if value not in choices:
+        raise InputError(f"{name} is '{value}': choose one of {', '.join(choices)}.")
+
+
 class TrainingDiverged(RuntimeError):
     """Training cannot continue because the loss or the features are not finite."""
 

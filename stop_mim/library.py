@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
+from stop_mim.errors import check_choice
 from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate as run_evaluation
 from stop_mim.exchange.initial_weights import initialise
@@ -41,6 +42,7 @@ def train(
         compat: "corrected", or the recipe as "release" or "paper-text" have it.
         console: where progress is shown; None: standard error.
     """
+    check_choice("compat", compat, get_args(Compat))
     load_plugins()
     given = {name: str(value) for name, value in (("data", data), ("out", out)) if value is not None}
     given |= options or {}

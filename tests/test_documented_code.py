@@ -113,6 +113,8 @@ def test_the_functions_of_the_library(tmp_path, monkeypatch):
     assert torch.equal(again.embed(again.transform(image)[None]), names["features"])
     with pytest.raises(InputError, match=r"'optim\.epoch'.*'optim\.epochs'"):
         train("demo", options={"optim.epoch": 3})
+    with pytest.raises(InputError, match="compat is 'paper': choose one of corrected, release, paper-text"):
+        train("demo", compat="paper")
     with pytest.raises(InputError, match="data is not given"):
         evaluate("runs/photos", task="knn")
 

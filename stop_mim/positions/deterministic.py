@@ -97,9 +97,3 @@ def as_grid(grid: Grid | int) -> Grid:
     if rows < 1 or columns < 1:
         raise InputError(f"grid is {rows}x{columns}: it needs at least one row and one column.")
     return rows, columns
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise InputError unless the value is one of the choices."""
-    if value not in choices:
-        raise InputError(f"{name} is '{value}': choose one of {', '.join(choices)}.")

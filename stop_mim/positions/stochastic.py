@@ -7,10 +7,10 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from stop_mim.errors import InputError
+from stop_mim.errors import InputError, check_choice
 from stop_mim.options import ApplyTo, Convention
 from stop_mim.positions.covariance import make_covariance
-from stop_mim.positions.deterministic import Positions, Tokens, check_choice
+from stop_mim.positions.deterministic import Positions, Tokens
 
 
 def stochastic_positions(

@@ -179,6 +179,10 @@ def with_overrides(config: Config, overrides: Overrides) -> Config:
         part = nested
         for group in groups:
             part = part.setdefault(group, {})
+            if not isinstance(part, dict):
+                raise InputError(
+                    f"'{path}' and '{group}' are both given: '{group}' has no field '{name}'; leave one out."
+                )
         part[name] = value
     return from_plain(type(config), nested, base=config)
 

@@ -62,7 +62,7 @@ def following(config: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     derived = tuple(name for name in optim.derive if f"optim.{name}" not in given)
     try:
         factor = int(given.get("optim.epochs", optim.epochs)) / optim.epochs
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         factor = 0.0
     if factor <= 0:
         # A bad value is refused where it is parsed.

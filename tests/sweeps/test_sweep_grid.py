@@ -64,6 +64,11 @@ def test_fields_are_varied_in_every_combination():
         make_plan("vary", SweepConfig())
 
 
+def test_a_field_has_no_fields_of_its_own():
+    with pytest.raises(InputError, match=r"'seed\.x' and 'seed' are both given"):
+        with_overrides(TrainConfig(), {"seed": 1, "seed.x": 2})
+
+
 def test_learned_and_fixed_covariance_are_compared_at_the_same_sigmas():
     grid = SWEEPS["covariance"]().variants
     sigmas = {

@@ -29,6 +29,10 @@ def test_batches_are_a_sixteenth_of_the_images_within_limits(images, processes, 
     assert batch_for(images, processes) == expected
 
 
+def test_a_number_of_epochs_that_is_none_is_left_to_the_field():
+    assert following(PHOTOS, {"optim.epochs": None}) == PHOTOS
+
+
 def test_hardly_any_image_is_left_out_of_an_epoch_and_batches_have_parts():
     for images in range(2, 3000):
         batch = batch_for(images)
