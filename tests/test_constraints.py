@@ -73,7 +73,6 @@ def test_a_field_without_effect_is_refused():
         ("mae-vitb16", "masks.target_scale", (0.1, 0.2)),
         ("data2vec-vitb16", "masks.context_scale", (0.5, 0.6)),
         ("mae-vitb16", "objective.beta", 5.0),
-        ("mae-vitb16", "optim.ema_start", 0.9),
         ("stop-vitb16", "objective.norm_pixels", False),
     ],
 )

@@ -16,7 +16,6 @@ Initialisation = Literal["scaled", "release"]
 
 IJEPA_ONLY = OnlyWith("objective.kind", ("ijepa",))
 DATA2VEC_ONLY = OnlyWith("objective.kind", ("data2vec",))
-NOT_MAE = NotWith("objective.kind", ("mae",))
 STOCHASTIC_ONLY = OnlyWith("positions.kind", ("stochastic",))
 
 
@@ -28,7 +27,7 @@ class ObjectiveConfig(Checked, group="objective"):
     """ijepa: features, by a predictor; mae: pixels, by a decoder (the predictor group); data2vec: features, by the encoder."""
     target_layers: Annotated[int, ABOVE_ZERO, DATA2VEC_ONLY] = 1
     """Number of last layers of the target encoder whose features are averaged (data2vec)."""
-    beta: Annotated[float, ABOVE_ZERO, NOT_MAE] = 1.0
+    beta: Annotated[float, ABOVE_ZERO, NotWith("objective.kind", ("mae",))] = 1.0
     """Error above which smooth-L1 is linear (ijepa, data2vec)."""
     norm_pixels: Annotated[bool, NotWith("objective.kind", ("ijepa", "data2vec"))] = True
     """Normalise the pixels of each patch by their mean and variance (mae)."""

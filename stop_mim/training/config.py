@@ -25,7 +25,7 @@ from stop_mim.constraints import (
     OnlyWith,
 )
 from stop_mim.errors import InputError
-from stop_mim.models.config import NOT_MAE, EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
+from stop_mim.models.config import EncoderConfig, ObjectiveConfig, PositionsConfig, PredictorConfig
 from stop_mim.options import AugmentConfig, Decode, LoaderMode, MaskConfig
 
 DerivedField = Literal["batch_size", "epochs", "lr", "start_lr", "final_lr", "warmup_epochs"]
@@ -60,9 +60,9 @@ class OptimConfig(Checked, group="optim"):
     """AdamW's betas."""
     clip_gradient_norm: Annotated[float | None, ABOVE_ZERO] = None
     """Largest norm of the gradient; not given: no limit."""
-    ema_start: Annotated[float | None, FRACTION, NOT_MAE] = None
+    ema_start: Annotated[float | None, FRACTION] = None
     """Momentum of the target encoder at the first step; not given: 0.996, or 1 - 10 / steps where that is less."""
-    ema_final: Annotated[float, FRACTION, NOT_MAE] = 1.0
+    ema_final: Annotated[float, FRACTION] = 1.0
     """Momentum of the target encoder at the last step."""
     derive: tuple[DerivedField, ...] = ()
     """Fields of this group that follow from the number of images and the device; one that is given is not derived."""
