@@ -108,9 +108,10 @@ def end_to_end(name, arguments, ranks):
         part = replace(data, train=data.train.part(chosen))
         for task in ("linear", "linear-sgd"):
             start = time.perf_counter()
-            found = TASKS[task](task, config, subject, part, lambda done, total: None).run()
-            best = {score.name: score for score in found}["top1"]
+            one = TASKS[task](task, config, subject, part, lambda done, total: None)
+            best = {score.name: score for score in one.run()}["top1"]
             seconds = time.perf_counter() - start
+            one.finish()
             print(f"{name}, {len(part.train)} images, {task}: {best.text} ({seconds:.0f} s)", flush=True)
 
 

@@ -78,7 +78,9 @@ def chosen_rows(wanted: list[str] | None) -> list[str]:
 
 def config_of(name: str, data: str, device: str) -> tuple[TrainConfig, str]:
     recipe, changes, way = ROWS[name]
-    config = with_overrides(find_recipe(recipe), {**changes, "speed.device": device})
+    # Whole batches, so that all rows and other implementations have the same.
+    fixed = {"speed.batch_size_per_device": changes["optim.batch_size"], "speed.device": device}
+    config = with_overrides(find_recipe(recipe), {**changes, **fixed})
     return (replace(config, data=data) if way == "data" else config), way
 
 

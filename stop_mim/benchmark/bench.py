@@ -86,7 +86,7 @@ def run_bench(config: TrainConfig, bench: BenchConfig, recipe: str = "custom") -
     if bench.json is not None:
         require_writable(f"bench.json, {bench.json},", bench.json)
     device = one_device(config)
-    with ProgressDisplay() as display, _memory_error_named(config, device):
+    with ProgressDisplay() as display, _memory_error_named(device):
         report = measure_run(config, bench, recipe, device, display)
     print_report(report)
     if bench.json is not None:
@@ -191,7 +191,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 @contextmanager
-def _memory_error_named(config: TrainConfig, device: torch.device) -> Iterator[None]:
+def _memory_error_named(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -199,9 +199,8 @@ def _memory_error_named(config: TrainConfig, device: torch.device) -> Iterator[N
         lacks_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
         if not lacks_memory:
             raise
-        images = config.speed.batch_size_per_device or config.optim.batch_size
         raise InputError(
-            f"{images} images at a time do not fit into the memory of {hardware_name(device)}: give fewer with "
+            f"The images of a step do not fit into the memory of {hardware_name(device)}: process fewer at once with "
             "--speed.batch-size-per-device."
         ) from error
 

@@ -142,8 +142,10 @@ class Batches:
             return False
         if self.order.length is not None:
             return self.source.stacked() is not None or is_cacheable(self.source, self.order.images, size)
-        # On a GPU too: every process decodes them in the memory of the host first.
-        budget = min(resident_budget(one, placement.processes_on_host) for one in (self.device, torch.device("cpu")))
+        budget = resident_budget(self.device, placement.processes_on_host)
+        if self.source.stacked() is None and not is_cacheable(self.source, self.order.images, size):
+            # On a GPU too, every process decodes them in the memory of the host first.
+            budget = min(budget, resident_budget(torch.device("cpu"), placement.processes_on_host))
         return 3 * self.n_images * size[0] * size[1] <= budget
 
     def _streaming(self, placement: Placement, replace_bad: bool) -> Streamed | GpuDecoded:

@@ -120,5 +120,5 @@ def test_a_batch_that_does_not_fit_is_named_with_the_remedy(tiny, short, monkeyp
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(bench_module, "open_run", full)
-    with pytest.raises(InputError, match=r"4 images .*--speed\.batch-size-per-device"):
+    with pytest.raises(InputError, match=r"do not fit .*--speed\.batch-size-per-device"):
         run_bench(tiny(), short)

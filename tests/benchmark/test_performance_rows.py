@@ -35,7 +35,7 @@ def test_every_row_has_the_sizes_that_it_is_named_after(performance):
 
 @pytest.mark.parametrize("way", ["data", "plain", "parts"])
 def test_a_row_is_measured(performance, way, monkeypatch, capsys):
-    monkeypatch.setitem(performance.ROWS, "small", ("demo", {"positions.kind": "sincos"}, way))
+    monkeypatch.setitem(performance.ROWS, "small", ("demo", {"positions.kind": "sincos", "optim.batch_size": 16}, way))
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
     performance.row_main("small", "scenes:count=40,size=64", "cpu", BenchConfig(steps=1, repeats=1, warmup=1))
     output = capsys.readouterr()
