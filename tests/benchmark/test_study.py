@@ -1,6 +1,7 @@
 """benchmarks/study.py: the commands of docs/experiments.md are run as they stand there, and are accepted."""
 
 import importlib
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -142,3 +143,26 @@ def test_every_command_of_the_log_is_accepted(study, images, tmp_path, monkeypat
         assert len(ran) == len(commands) > 0
     for name in {*SWEEPS} - known:
         del SWEEPS._entries[name]
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("study_figure")
+
+
+def test_differences_are_paired_by_seed_in_both_kinds_of_records(figure, tmp_path):
+    runs = [("none/seed-1", 10, 20), ("none/seed-2", 11, 21), ("more/seed-2", 13, 29), ("more-3", 99, 99)]
+    singles = [{"name": name, "scores": {"linear_held": one, "linear_test": two}} for name, one, two in runs]
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": singles}))
+    variants = {"none": {"1": 1.0, "2": 2.0}, "more": {"1": 1.5, "2": 4.0}}
+    summary = {name: {"scores": {"linear/top1": {"by_seed": seeds}}} for name, seeds in variants.items()}
+    (tmp_path / "sweep.json").write_text(json.dumps({"summary": {"variants": summary}}))
+    assert figure.differences(tmp_path, figure.Row("", "", "runs.json", "more"), "linear") == [5.0]
+    assert figure.differences(tmp_path, figure.Row("", "", "sweep.json", "more"), "linear") == [0.5, 2.0]
+
+
+def test_every_row_of_the_figure_has_three_pairs_at_least(figure):
+    for row in figure.ROWS:
+        assert all(len(figure.differences(figure.RAW, row, score)) >= 3 for score in figure.SCORES), row
+    assert len(figure.draw(figure.RAW).axes) == len(figure.SCORES)
