@@ -26,7 +26,7 @@ from stop_mim.evaluation.features import LabelledFeatures, extract_features
 from stop_mim.evaluation.logistic import TrainingFeatures, choose_penalty
 from stop_mim.evaluation.subject import Subject, feature_task
 from stop_mim.models.accuracy import top_accuracy
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 from stop_mim.training.distributed import Ranks, choose_device
 from stop_mim.training.trial import wait_for
 
@@ -98,7 +98,7 @@ def knn_speed(device, scale):
 
 
 def subject_of(encoder, device, **speed):
-    config = evaluate_config()(speed=SpeedConfig(**speed))
+    config = evaluate_config()(speed=DeviceConfig(**speed))
     subject = Subject("encoder", encoder, None, config, Ranks(0, 1, 1, device))
     subject.need_layers(4)
     return subject

@@ -30,7 +30,7 @@ from stop_mim.evaluation.subject import Subject, feature_task
 from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
 from stop_mim.models.accuracy import top_accuracy
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 from stop_mim.training.distributed import Ranks
 
 PLAIN_LRS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
@@ -80,7 +80,7 @@ def compare(encoder, data, stored, images_a_class, arguments, ranks):
     print(f"{len(train)} images, fast: {fast['top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
     print({name: round(value, 2) for name, value in fast.items()}, flush=True)
     for name, protocol in protocols(arguments.epochs).items():
-        conditions = Conditions(protocol, AugmentConfig(), arguments.seed, ranks, SpeedConfig())
+        conditions = Conditions(protocol, AugmentConfig(), arguments.seed, ranks, DeviceConfig())
         run = StoredTraining(encoder, train, 256, conditions)
         run.stored, start = stored[0], time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:

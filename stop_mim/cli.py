@@ -228,7 +228,7 @@ class Sweep:
 
     stop-mim sweep --vary FIELD VALUE VALUE … [--vary FIELD VALUE VALUE …]
 
-    Options with a group, such as --optim.lr, go to `pretrain`, the group speed also to `evaluate`.
+    Options with a group, such as --optim.lr, go to `pretrain`, those of device and loading also to `evaluate`.
     """
 
     run: Annotated[Any, arg(constructor_factory=_sweeps, name="")]

@@ -13,7 +13,7 @@ from stop_mim.errors import InputError
 from stop_mim.files import require_writable
 from stop_mim.registry import load_plugins
 from stop_mim.tables import check_table_file
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class EvaluateConfig(Checked):
     """File for all results, as JSON."""
     csv: Path | None = None
     """File for all results, one score a line."""
-    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    speed: DeviceConfig = field(default_factory=DeviceConfig)
 
 
 def evaluate_config() -> type[EvaluateConfig]:

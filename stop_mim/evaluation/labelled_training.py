@@ -32,7 +32,7 @@ from stop_mim.seeds import derive_seed
 from stop_mim.training.callbacks.checkpoint import SaveCheckpoint
 from stop_mim.training.callbacks.progress import ShowProgress
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 from stop_mim.training.distributed import Ranks, any_rank, broadcast, reduce_mean
 from stop_mim.training.inputs import workers_for
 from stop_mim.training.step import Outcome
@@ -54,7 +54,7 @@ class Conditions:
     augment: AugmentConfig
     seed: int
     ranks: Ranks
-    speed: SpeedConfig
+    speed: DeviceConfig
     retouch: Retouch | None = None
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from stop_mim.options import Compat
 from stop_mim.records import from_plain, read_record, write_json
 from stop_mim.sweeps.grid import SWEEPS, Axes, Overrides, as_flags, changes, short_names, varied, with_overrides
 from stop_mim.sweeps.scales import SCALES
-from stop_mim.training.config import TrainConfig
+from stop_mim.training.config import DeviceConfig, TrainConfig
 from stop_mim.training.derived import following
 from stop_mim.training.recipes import find_recipe
 
@@ -32,7 +32,8 @@ WITHOUT_EFFECT = ("speed.", "log.", "checkpoint.")
 class SweepConfig(Checked):
     """Run a grid of variants over seeds and compare them. The same command continues where an earlier one stopped.
 
-    Other options, such as --optim.lr 1e-3 or --speed.device cpu, go to `pretrain` (speed also to `evaluate`).
+    Other options, such as --optim.lr 1e-3 or --speed.device cpu, go to `pretrain`; those of device and loading also to
+    `evaluate`.
     """
 
     scale: str = "demo"
@@ -178,16 +179,18 @@ class Plan:
         changed = changes(run, default)
         # The recipe's warm-up is given too where it would follow the epochs.
         changed |= changes(run, following(default, changed))
-        fast = as_flags({path: value for path, value in changed.items() if path.startswith("speed.")}, run)
+        speed = {path: value for path, value in changed.items() if path.startswith("speed.")}
+        known = {f"speed.{one.name}" for one in fields(DeviceConfig)}
+        device = as_flags({path: value for path, value in speed.items() if path in known}, run)
         files = ("--untrained", "no", "--json")
         return Job(
             variant,
             seed,
             folder,
             pretrain=("pretrain", self.recipe, *compat_flag(self.options), *as_flags(changed, run)),
-            resume=("resume", str(folder), *fast),
+            resume=("resume", str(folder), *as_flags(speed, run)),
             evaluations={
-                probe.file: ("evaluate", str(folder), *probe.options, *fast, *files, str(folder / probe.file))
+                probe.file: ("evaluate", str(folder), *probe.options, *device, *files, str(folder / probe.file))
                 for probe in self.probes
             },
         )

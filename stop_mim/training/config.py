@@ -73,21 +73,29 @@ class OptimConfig(Checked, group="optim"):
 
 
 @dataclass(frozen=True)
-class SpeedConfig(Checked, group="speed"):
-    """Device and speed; nothing here changes what is learned, except for rounding and random draws."""
+class DeviceConfig(Checked, group="speed"):
+    """Device and loading; nothing here changes scores, except for rounding."""
 
     device: str = "auto"
     """cpu, cuda or cuda:NUMBER; auto: the GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast or full precision; auto: bf16 on a GPU, fp32 on the CPU."""
     batch_size_per_device: Annotated[int | None, ABOVE_ZERO] = None
-    """Images per batch on one device; gradients are accumulated up to optim.batch_size; not given: as many as fit."""
+    """Images per batch on one device; training accumulates gradients over batches; not given: as many as fit."""
     loader: LoaderMode = "auto"
     """resident: images of one size, decoded once into memory; streaming: decoded by workers; auto: resident if they fit."""
     workers: Annotated[int | None, AT_LEAST_ZERO] = None
     """Worker processes that decode streamed images; not given: one per core, at most eight."""
     decode: Decode = "auto"
     """Where streamed JPEGs are decoded: cpu or gpu; auto: on the GPU if it can and there are few workers."""
+    timeout_minutes: Annotated[float, ABOVE_ZERO] = 5.0
+    """If no process makes progress for this long, all of them end and name the one that is stuck."""
+
+
+@dataclass(frozen=True)
+class SpeedConfig(DeviceConfig):
+    """Device and speed; nothing here changes what is learned, except for rounding and random draws."""
+
     compile: bool | None = None
     """Compile the objective with torch.compile; not given: on a GPU, for runs of at least 500 steps."""
     graph: bool | None = None
@@ -96,8 +104,6 @@ class SpeedConfig(Checked, group="speed"):
     """Spread the weights over the processes: full: over all (FSDP2); hybrid: over those of a machine (HSDP); none: DDP."""
     reshard: Annotated[bool, OnlyWith("speed.sharding", ("full", "hybrid"))] = True
     """Free gathered weights after a layer's forward pass: less memory, a quarter more communication."""
-    timeout_minutes: Annotated[float, ABOVE_ZERO] = 5.0
-    """If no process makes progress for this long, all of them end and name the one that is stuck."""
     recompute: bool = False
     """Recompute activations of the layers in the backward pass: less memory, about a third slower."""
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stop_mim.errors import InputError, ProcessLost
-from stop_mim.training.config import Sharding, SpeedConfig
+from stop_mim.training.config import DeviceConfig, Sharding, SpeedConfig
 from stop_mim.training.watch import watch
 
 
@@ -37,7 +37,7 @@ class Ranks:
 
 
 @contextmanager
-def process_group(speed: SpeedConfig) -> Iterator[Ranks]:
+def process_group(speed: DeviceConfig) -> Iterator[Ranks]:
     """Join the process group if torchrun started several processes, and watch them; an existing group is used as it is.
 
     Several runs in one process need one such context around them: torch cannot join the same group twice. A single
@@ -49,7 +49,8 @@ def process_group(speed: SpeedConfig) -> Iterator[Ranks]:
     device = choose_device(speed.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world_size == 1 and speed.sharding == "none":
+    shards = isinstance(speed, SpeedConfig) and speed.sharding != "none"
+    if world_size == 1 and not shards:
         yield Ranks(0, 1, 1, device)
         return
     with watch.over(rank, world_size, 60 * speed.timeout_minutes), watch.explaining():

@@ -20,7 +20,7 @@ from stop_mim.masking import RELEASE_IMAGES, Masks, build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.seeds import seeded_generator
 from stop_mim.training.acceleration import require_possible
-from stop_mim.training.config import SpeedConfig, TrainConfig, require_data
+from stop_mim.training.config import DeviceConfig, TrainConfig, require_data
 from stop_mim.training.distributed import Ranks
 from stop_mim.training.step import MaskedBatches
 
@@ -146,7 +146,7 @@ def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
     return per_device, total // (per_device * ranks.world_size)
 
 
-def workers_for(speed: SpeedConfig, ranks: Ranks) -> int:
+def workers_for(speed: DeviceConfig, ranks: Ranks) -> int:
     """Return the number of processes that decode, for each process that trains."""
     cores = (os.cpu_count() or 1) // ranks.processes_on_host
     return min(MAX_DEFAULT_WORKERS, max(1, cores)) if speed.workers is None else speed.workers

@@ -49,7 +49,9 @@ def test_a_variant_that_is_no_valid_config_is_named(mini, changed, words):
 
 @pytest.mark.usefixtures("mini")
 def test_jobs_are_ordinary_commands_seed_by_seed():
-    base = with_overrides(base_config(mini_config()), {"speed.device": "cpu", "optim.lr": 0.5})
+    base = with_overrides(
+        base_config(mini_config()), {"speed.device": "cpu", "speed.recompute": True, "optim.lr": 0.5}
+    )
     jobs = make_plan("mini", mini_config(seeds=(0, 5)), base).jobs
     assert [job.name for job in jobs] == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-5", "noisy/seed-5"]
     command = jobs[2].training
@@ -66,7 +68,7 @@ def test_jobs_are_ordinary_commands_seed_by_seed():
     assert other[:10] == ("evaluate", "out/fixed/seed-0", *probe)
     Path(run).mkdir(parents=True)
     Path(run, "config.json").touch()
-    assert jobs[2].training == ("resume", run, "--speed.device", "cpu")
+    assert jobs[2].training == ("resume", run, "--speed.device", "cpu", "--speed.recompute")
 
 
 def test_runs_are_in_the_order_of_their_seeds_without_copies(tmp_path):
