@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from stop_mim.data.streamed import ImageCutter, Streamed
 from stop_mim.options import Decode, LoaderMode
 
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
+MEMINFO = Path("/proc/meminfo")
 
 
 class Batch(NamedTuple):
@@ -160,7 +162,11 @@ def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
     """Return how many bytes of images may stay in the memory of this device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * RESIDENT_PART_OF_GPU)
-    # macOS does not tell how much memory is available.
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return int(available * RESIDENT_PART_OF_HOST / processes_on_host)
+    return int(available_memory() * RESIDENT_PART_OF_HOST / processes_on_host)
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that are free or only cache files; where the system does not tell, as on macOS, all bytes."""
+    if MEMINFO.exists():
+        return 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

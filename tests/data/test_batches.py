@@ -223,13 +223,16 @@ def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
         # It is the images of the order that have to fit.
         monkeypatch.setattr(batches_module, "resident_budget", lambda device, processes, budget=budget: budget)
         assert make(one, order=some).choices == {"loader": mode, "decode": "cpu"}
-    monkeypatch.undo()
-    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
-        values = {pages: 1000, "SC_PAGE_SIZE": 4096}
-        monkeypatch.setattr("os.sysconf", values.__getitem__)
-        # macOS has SC_PHYS_PAGES alone.
-        monkeypatch.setattr("os.sysconf_names", values)
-        assert resident_budget(CPU, processes_on_host=4) == 1000 * 4096 // 16
+
+
+def test_memory_that_only_caches_files_is_available(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:  7 kB\nMemAvailable:    4000 kB\nBuffers: 5 kB\n")
+    monkeypatch.setattr(batches_module, "MEMINFO", tmp_path / "meminfo")
+    assert resident_budget(CPU, processes_on_host=4) == 4000 * 1024 // 16
+    # macOS has no such file.
+    monkeypatch.setattr(batches_module, "MEMINFO", tmp_path / "none")
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert resident_budget(CPU, processes_on_host=4) == 1000 * 4096 // 16
 
 
 def test_one_pass_is_resident_only_where_images_are_decoded_already(monkeypatch):

@@ -49,9 +49,7 @@ def test_a_variant_that_is_no_valid_config_is_named(mini, changed, words):
 
 @pytest.mark.usefixtures("mini")
 def test_jobs_are_ordinary_commands_seed_by_seed():
-    base = with_overrides(
-        base_config(mini_config()), {"speed.device": "cpu", "speed.recompute": True, "optim.lr": 0.5}
-    )
+    base = with_overrides(base_config(mini_config()), {"speed.device": "cpu", "speed.recompute": True, "optim.lr": 0.5})
     jobs = make_plan("mini", mini_config(seeds=(0, 5)), base).jobs
     assert [job.name for job in jobs] == ["fixed/seed-0", "noisy/seed-0", "fixed/seed-5", "noisy/seed-5"]
     command = jobs[2].training
