@@ -31,6 +31,8 @@ from stop_mim.options import Decode, LoaderMode
 
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 MEMINFO = Path("/proc/meminfo")
+# Of a container, by cgroups v2; a process that exceeds it is killed.
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Batch(NamedTuple):
@@ -167,6 +169,9 @@ def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
 
 def available_memory() -> int:
     """Return the bytes of memory that are free or only cache files; where the system does not tell, as on macOS, all bytes."""
+    limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else "max"
     if MEMINFO.exists():
-        return 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
+    else:
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available if limit == "max" else min(available, int(limit))

@@ -225,9 +225,14 @@ def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
         assert make(one, order=some).choices == {"loader": mode, "decode": "cpu"}
 
 
-def test_memory_that_only_caches_files_is_available(monkeypatch, tmp_path):
+def test_available_memory_includes_caches_of_files_and_ends_at_the_limit_of_a_container(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:  7 kB\nMemAvailable:    4000 kB\nBuffers: 5 kB\n")
     monkeypatch.setattr(batches_module, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(batches_module, "CONTAINER_LIMIT", tmp_path / "memory.max")
+    for limit, available in (("max\n", 4000 * 1024), ("81920\n", 81920), (f"{10**18}\n", 4000 * 1024)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert resident_budget(CPU, processes_on_host=4) == available // 16
+    (tmp_path / "memory.max").unlink()
     assert resident_budget(CPU, processes_on_host=4) == 4000 * 1024 // 16
     # macOS has no such file.
     monkeypatch.setattr(batches_module, "MEMINFO", tmp_path / "none")
