@@ -133,11 +133,12 @@ class Checked:
 def check_effects(config: Any) -> None:
     """Raise InputError for a field that is set and has no effect because of another field's value (see `OnlyWith`)."""
     for path, value, default, condition in _effects(config, ""):
-        other, needs = operator.attrgetter(condition.field)(config), isinstance(condition, OnlyWith)
-        if value != default and (other in condition.values) != needs:
-            choice = f"set {condition.field} to {' or '.join(map(str, condition.values))}" if needs else "change that"
+        other, wanted = operator.attrgetter(condition.field)(config), isinstance(condition, OnlyWith)
+        if value != default and (other in condition.values) != wanted:
+            values = " or ".join(map(str, condition.values))
+            remedy = f"set {condition.field} to {values}" if wanted else f"choose another {condition.field}"
             raise InputError(
-                f"{path} is {value}, which has no effect because {condition.field} is {other}: leave it out, or {choice}."
+                f"{path} is {value}, which has no effect because {condition.field} is {other}: leave it out, or {remedy}."
             )
 
 
