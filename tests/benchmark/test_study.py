@@ -152,17 +152,19 @@ def figure(monkeypatch):
 
 
 def test_differences_are_paired_by_seed_in_both_kinds_of_records(figure, tmp_path):
-    runs = [("none/seed-1", 10, 20), ("none/seed-2", 11, 21), ("more/seed-2", 13, 29), ("more-3", 99, 99)]
+    runs = [("none/seed-1", 10, 20), ("none/seed-2", 11, 21), ("more/seed-2", 13, 29), ("more-lr5e-4", 99, 99)]
     singles = [{"name": name, "scores": {"linear_held": one, "linear_test": two}} for name, one, two in runs]
     (tmp_path / "runs.json").write_text(json.dumps({"runs": singles}))
     variants = {"none": {"1": 1.0, "2": 2.0}, "more": {"1": 1.5, "2": 4.0}}
     summary = {name: {"scores": {"linear/top1": {"by_seed": seeds}}} for name, seeds in variants.items()}
     (tmp_path / "sweep.json").write_text(json.dumps({"summary": {"variants": summary}}))
-    assert figure.differences(tmp_path, figure.Row("", "", "runs.json", "more"), "linear") == [5.0]
-    assert figure.differences(tmp_path, figure.Row("", "", "sweep.json", "more"), "linear") == [0.5, 2.0]
+    pairs = (figure.Pairs("runs:more", "runs:none"), figure.Pairs("sweep:more", "sweep:none"))
+    assert figure.differences(tmp_path, pairs, "linear") == [5.0, 0.5, 2.0]
+    single = (figure.Pairs("runs:more-lr5e-4", "runs:more-lr5e-4"),)
+    assert figure.differences(tmp_path, single, "linear") == [0.0], "a name that ends in a number is no seed"
 
 
 def test_every_row_of_the_figure_has_three_pairs_at_least(figure):
     for row in figure.ROWS:
-        assert all(len(figure.differences(figure.RAW, row, score)) >= 3 for score in figure.SCORES), row
+        assert all(len(figure.differences(figure.RAW, row.pairs, score)) >= 3 for score in figure.SCORES), row
     assert len(figure.draw(figure.RAW).axes) == len(figure.SCORES)
