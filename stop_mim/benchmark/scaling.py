@@ -22,6 +22,7 @@ from stop_mim.models.predictor import LastBlock
 from stop_mim.positions import Grid
 from stop_mim.tables import Table
 from stop_mim.training.config import Sharding, TrainConfig
+from stop_mim.training.inputs import most_at_once
 
 GIB = 2**30
 # The rest is for CUDA's own context, the allocator's fragments and kernels' buffers.
@@ -182,12 +183,12 @@ def layouts(config: TrainConfig, plan: PlanConfig) -> list[Layout]:
     if total % plan.gpus:
         raise InputError(f"optim.batch_size is {total}: it must be a multiple of the {plan.gpus} GPUs.")
     sizes, per_gpu = Sizes.of(config), total // plan.gpus
-    at_once = RELEASE_IMAGES if config.masks.compat == "release" else per_gpu
+    at_once = most_at_once(config, per_gpu)
     found = []
     shardings: list[Sharding] = ["none", "hybrid", "full"] if plan.gpus > plan.gpus_per_machine else ["none", "full"]
     for sharding in shardings[: 1 if plan.gpus == 1 else None]:
         for recompute in (False, True):
-            sizes_of_batch = [number for number in range(per_gpu, 0, -1) if per_gpu % number == 0 and number <= at_once]
+            sizes_of_batch = [number for number in range(at_once, 0, -1) if at_once % number == 0]
             ways = [lay_out(sizes, plan, sharding, recompute, size, per_gpu // size) for size in sizes_of_batch]
             found.append(next((way for way in ways if fits(way, plan)), ways[-1]))
     return found

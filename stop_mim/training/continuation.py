@@ -15,7 +15,7 @@ from stop_mim.training.callbacks.progress import ProgressDisplay
 from stop_mim.training.checkpoint import Checkpoint, NewerCheckpoint, checkpoints_in, read_checkpoint
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.distributed import Ranks, require_same
-from stop_mim.training.inputs import StepInputs
+from stop_mim.training.inputs import StepInputs, most_at_once
 from stop_mim.training.run_folder import RunFolder
 from stop_mim.training.trial import largest_divisor
 from stop_mim.training.watch import watch
@@ -103,11 +103,11 @@ def open_checked_images(
 
 
 def fit_processes(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """Return the config with fewer images at once where its number does not fit the processes of this session."""
+    """Return the config with fewer images at once if the saved number does not divide the images of a process."""
     at_once, images = config.speed.batch_size_per_device, config.optim.batch_size
-    if at_once is None or images % ranks.world_size or images // ranks.world_size % at_once == 0:
+    if at_once is None or images % ranks.world_size:
         return config
-    at_once = largest_divisor(images // ranks.world_size, at_once)
+    at_once = largest_divisor(most_at_once(config, images // ranks.world_size), at_once)
     return replace(config, speed=replace(config.speed, batch_size_per_device=at_once))
 
 

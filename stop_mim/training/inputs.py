@@ -1,5 +1,6 @@
 """The inputs of a pretraining step: batches of images, each with its masks."""
 
+import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -124,10 +125,18 @@ def open_data(config: TrainConfig) -> ImageSource:
     return open_source(config.data)
 
 
+def most_at_once(config: TrainConfig, images: int) -> int:
+    """Return how many of the images that a device has in a step it may see at once; a divisor of this number works, too."""
+    if config.masks.compat != "release":
+        return images
+    # Masks of one size are drawn for so many images, and no batch may have masks of two sizes.
+    return math.gcd(images, min(config.optim.batch_size, RELEASE_IMAGES))
+
+
 def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
     """Return the images per batch on one device, and the batches per step."""
     total = config.optim.batch_size
-    per_device = config.speed.batch_size_per_device or max(1, total // ranks.world_size)
+    per_device = config.speed.batch_size_per_device or most_at_once(config, max(1, total // ranks.world_size))
     if total % (per_device * ranks.world_size):
         raise InputError(
             f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size} "

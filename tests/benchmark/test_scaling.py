@@ -11,6 +11,9 @@ from stop_mim.benchmark.scaling import GIB, Sizes, choose, fits, lay_out, layout
 from stop_mim.masking import build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.training.config import EncoderConfig, PredictorConfig, SpeedConfig
+from stop_mim.training.continuation import fit_processes
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.inputs import split_batch
 from stop_mim.training.pretrain import memory_of_step
 from stop_mim.training.recipes import find_recipe
 from stop_mim.training.trial import forget_peak
@@ -93,6 +96,15 @@ def test_released_masks_are_planned_alike_each_time_and_in_batches_that_training
     Sizes.of.cache_clear()
     assert layouts(config, plan) == first
     assert {layout.per_device for layout in first} == {64}
+
+
+@pytest.mark.parametrize(("processes", "images"), [(8, 64), (16, 32), (32, 16), (64, 8)])
+def test_released_masks_are_planned_trained_and_resumed_in_batches_that_divide_those_of_64_images(processes, images):
+    config, ranks = find_recipe("stop-vitb16", "release"), Ranks(0, processes, processes, torch.device("cpu"))
+    config = replace(config, optim=replace(config.optim, batch_size=1536))
+    assert {layout.per_device for layout in layouts(config, PlanConfig(gpus=processes))} == {images}
+    resumed = fit_processes(replace(config, speed=SpeedConfig(batch_size_per_device=64)), ranks)
+    assert split_batch(resumed, ranks) == split_batch(config, ranks) == (images, 1536 // (images * processes))
 
 
 @pytest.mark.gpu
