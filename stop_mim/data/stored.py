@@ -188,6 +188,17 @@ def _cached_images(
     return StoredImages(pixels, np.arange(len(source)), bad, from_cache)
 
 
+def _some_on(
+    device: torch.device, pixels: UInt8[Tensor, "n 3 height width"], rows: Int[np.ndarray, " k"]
+) -> UInt8[Tensor, "k 3 height width"]:
+    """Copy some rows to the device, in pieces: indexing copies them in the memory of the host first."""
+    found = torch.empty(len(rows), *pixels.shape[1:], dtype=pixels.dtype, device=device)
+    for start in range(0, len(rows), _IMAGES_A_PIECE):
+        piece = torch.from_numpy(rows[start : start + _IMAGES_A_PIECE])
+        found[start : start + len(piece)] = pixels[piece].to(device)
+    return found
+
+
 class Resident:
     """Whole images in memory; from host memory they are copied to the device ahead of use, through page-locked memory.
 
@@ -221,7 +232,7 @@ class Resident:
         needed = len(used) * pixels[0].numel()
         if device.type != "cpu" and needed <= budget:
             rows = np.searchsorted(used, rows)
-            pixels = (pixels if len(used) == len(pixels) else pixels[torch.from_numpy(used)]).to(device)
+            pixels = pixels.to(device) if len(used) == len(pixels) else _some_on(device, pixels, used)
         self.pixels, self.rows = pixels, torch.from_numpy(rows).to(pixels.device)
         described = f"{len(images):,} images of {pixels.shape[2]}x{pixels.shape[3]}, {needed / 2**30:.2f} GiB"
         self.description = f"resident: {described} on {pixels.device}"

@@ -259,15 +259,17 @@ def test_images_are_streamed_if_one_that_was_not_looked_at_has_another_size(monk
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("replace_bad", [False, True])
 @pytest.mark.parametrize("budget", [10**9, 0])
 @pytest.mark.parametrize(("mode", "workers"), WAYS)
-def test_a_gpu_shows_what_the_cpu_shows(mode, workers, budget, monkeypatch):
+def test_a_gpu_shows_what_the_cpu_shows(mode, workers, budget, replace_bad, monkeypatch):
     gpu = torch.device("cuda", 0)
     assert resident_budget(gpu) > 0
     # Without room on the GPU, resident images are copied there batch by batch.
     monkeypatch.setattr(batches_module, "resident_budget", lambda device, processes: budget)
     source = Painted(bad=BAD)
-    batches = [make(source, mode, workers, device=device, labels=source.classes) for device in (CPU, gpu)]
+    options = {"labels": source.classes, "replace_bad": replace_bad}
+    batches = [make(source, mode, workers, device=device, **options) for device in (CPU, gpu)]
     for ours, theirs in zip(*(take(one, 14, first=3) for one in batches), strict=True):
         assert theirs.images.device == theirs.labels.device == gpu
         assert ours.indices.equal(theirs.indices)
