@@ -31,7 +31,7 @@ from stop_mim.options import Decode, LoaderMode
 
 RESIDENT_PART_OF_GPU, RESIDENT_PART_OF_HOST = 0.4, 0.25
 MEMINFO = Path("/proc/meminfo")
-# Of a container, by cgroups v2; a process that exceeds it is killed.
+# Of a container, by cgroups v2; what other processes there use is not subtracted.
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -54,7 +54,7 @@ class Placement:
     workers: int = 2
     processes_on_host: int = 1
     stored_view: TestView | None = None
-    """Resizes resident images before they are stored, unless all of them have one size and are no larger than this view."""
+    """Resizes resident images before they are stored, unless all of them have one size, with no more pixels than this view."""
 
 
 class Batches:
@@ -144,10 +144,11 @@ class Batches:
         """
         if size is None:
             return False
+        is_ready = self.source.stacked() is not None or is_cacheable(self.source, self.order.images, size)
         if self.order.length is not None:
-            return self.source.stacked() is not None or is_cacheable(self.source, self.order.images, size)
+            return is_ready
         budget = resident_budget(self.device, placement.processes_on_host)
-        if self.source.stacked() is None and not is_cacheable(self.source, self.order.images, size):
+        if not is_ready:
             # On a GPU too, every process decodes them in the memory of the host first.
             budget = min(budget, resident_budget(torch.device("cpu"), placement.processes_on_host))
         return 3 * self.n_images * size[0] * size[1] <= budget
@@ -170,8 +171,9 @@ def resident_budget(device: torch.device, processes_on_host: int = 1) -> int:
 def available_memory() -> int:
     """Return the bytes of memory that are free or only cache files; where the system does not tell, as on macOS, all bytes."""
     limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else "max"
-    if MEMINFO.exists():
-        available = 1024 * int(MEMINFO.read_text().partition("MemAvailable:")[2].split()[0])
+    text = MEMINFO.read_text() if MEMINFO.exists() else ""
+    if "MemAvailable:" in text:
+        available = 1024 * int(text.partition("MemAvailable:")[2].split()[0])
     else:
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return available if limit == "max" else min(available, int(limit))

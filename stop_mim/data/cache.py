@@ -16,7 +16,8 @@ from stop_mim.files import locked, remove_temporaries, user_path, why_not_writte
 
 _locks: dict[Path, threading.Lock] = {}
 # A lock that another thread holds while workers are forked would never be released there.
-os.register_at_fork(after_in_child=_locks.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.clear)
 
 
 class CacheError(InputError):

@@ -57,6 +57,8 @@ def settle(
         height, width = (side // config.encoder.patch_size for side in config.encoder.image_size)
         at_once = largest_divisor(per_step, PATCHES_AT_ONCE_ON_CPU / max(1, height * width))
     else:
+        # What an earlier run of this process left behind can be used.
+        forget_peak(ranks.device)
         free = torch.cuda.mem_get_info(ranks.device)[0]
         say(f"measuring  how many images fit into {free / 2**30:.1f} GiB of free GPU memory at once")
         memory_of = partial(memory_of_step, config, ranks.device)
