@@ -131,12 +131,12 @@ class Checked:
 
 
 def check_effects(config: Any) -> None:
-    """Raise InputError for a field that is set and has no effect because of another field's value (see `OnlyWith`)."""
+    """Raise InputError for a field without effect that is set; see `OnlyWith` and `NotWith`."""
     for path, value, default, condition in _effects(config, ""):
         other, wanted = operator.attrgetter(condition.field)(config), isinstance(condition, OnlyWith)
         if value != default and (other in condition.values) != wanted:
             values = " or ".join(map(str, condition.values))
-            remedy = f"set {condition.field} to {values}" if wanted else f"choose another {condition.field}"
+            remedy = f"set {condition.field} to {values}" if wanted else f"change {condition.field}"
             raise InputError(
                 f"{path} is {value}, which has no effect because {condition.field} is {other}: leave it out, or {remedy}."
             )

@@ -80,7 +80,7 @@ def test_options_of_other_objectives_and_masks_are_refused(recipe, field, value)
     config = find_recipe(recipe)
     check_effects(config)
     with pytest.raises(
-        InputError, match=rf"{re.escape(field)} is .*, which has no effect because .*: leave it out, or choose another"
+        InputError, match=rf"{re.escape(field)} is .*, which has no effect because .*: leave it out, or change"
     ):
         check_effects(with_overrides(config, {field: value}))
 

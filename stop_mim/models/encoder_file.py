@@ -34,7 +34,9 @@ PATCHES, POSITIONS, HIDDEN = "patch_embed.proj.weight", "pos_embed", "blocks.0.m
 def save_encoder(encoder: Encoder, path: str | Path) -> None:
     """Save an encoder as safetensors with timm's names; the metadata describe how to build the model."""
     if Path(path).suffix != ".safetensors":
-        raise InputError(f"The encoder's file is '{path}': choose a name that ends in .safetensors, to load it again.")
+        raise InputError(
+            f"The encoder's file is '{path}': choose a name that ends in .safetensors, so that it can be loaded again."
+        )
     metadata = encoder_metadata(encoder)
     tensors = {name: tensor.detach().contiguous() for name, tensor in encoder.vit.state_dict().items()}
     write_atomically(Path(path), lambda temporary: save_file(tensors, temporary, metadata))

@@ -74,14 +74,14 @@ class OptimConfig(Checked, group="optim"):
 
 @dataclass(frozen=True)
 class DeviceConfig(Checked, group="speed"):
-    """Device and loading; nothing here changes scores, except for rounding."""
+    """Device and loading; nothing here changes scores, except for rounding and random draws."""
 
     device: str = "auto"
     """cpu, cuda or cuda:NUMBER; auto: the GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 autocast or full precision; auto: bf16 on a GPU, fp32 on the CPU."""
     batch_size_per_device: Annotated[int | None, ABOVE_ZERO] = None
-    """Images per batch on one device; training accumulates gradients over batches; not given: as many as fit."""
+    """Images per batch on one device; training accumulates gradients over batches; not given: training takes as many as fit."""
     loader: LoaderMode = "auto"
     """resident: images of one size, decoded once into memory; streaming: decoded by workers; auto: resident if they fit."""
     workers: Annotated[int | None, AT_LEAST_ZERO] = None
