@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "experiments.md"
 PROGRAM = (sys.executable, "-m", "stop_mim")
 # Small models fill a GPU better with NVIDIA MPS.
 PRELUDE = """set -euo pipefail
+trap : INT TERM
 stop-mim() {{
     if [ "$1" = sweep ]; then {program} "$@" {more}; else {program} "$@"; fi
 }}
@@ -90,7 +92,13 @@ def main(given: list[str] | None = None) -> int:
     print("".join(blocks(text, "")), "".join(f" {one}" for one in more), sep="", file=sys.stderr, flush=True)
     paths = [str(folder.resolve()), str(PAGE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(["bash", "-c", script(text, more)], cwd=folder, env=environment).returncode
+    # The commands get these signals too, and save their runs.
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return subprocess.run(["bash", "-c", script(text, more)], cwd=folder, env=environment).returncode
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

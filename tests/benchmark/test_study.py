@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -101,6 +103,14 @@ def test_a_command_that_fails_ends_the_experiment(small, images, tmp_path, monke
     monkeypatch.setattr(small, "PROGRAM", ("false",))
     assert small.main(["1", "--data", str(images), "--out", str(tmp_path)]) == 1
     assert "evaluate" not in capfd.readouterr().err.partition("+ stop-mim")[2]
+
+
+def test_commands_that_are_stopped_may_save_first(small, images, tmp_path, monkeypatch, capfd):
+    stop = f"kill -TERM $PPID {os.getpid()}; sleep 0.1; echo saved; exit 143"
+    monkeypatch.setattr(small, "PROGRAM", ("sh", "-c", stop))
+    assert small.main(["1", "--data", str(images), "--out", str(tmp_path)]) == 143
+    assert capfd.readouterr().out == "saved\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
