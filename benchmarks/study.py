@@ -56,8 +56,11 @@ def write_modules(text: str, folder: Path) -> list[Path]:
 def link(files: Iterable[Path], folder: Path) -> None:
     """Link these files into a folder, unless it has them."""
     for file in files:
-        if not (folder / file.name).exists():
-            (folder / file.name).symlink_to(file.resolve())
+        place = folder / file.name
+        if not place.exists():
+            place.symlink_to(file.resolve())
+        elif not place.samefile(file):
+            sys.exit(f"study.py: {place} is another file than {file}: choose another --out.")
 
 
 def script(text: str, more: list[str]) -> str:

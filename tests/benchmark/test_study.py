@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -97,6 +98,10 @@ def test_commands_run_beside_their_data_and_modules(small, images, tmp_path, cap
     (tmp_path / "runs" / "images" / "few.parquet").write_text("kept")
     small.main(given)
     assert (folder / "few.parquet").read_text() == "kept", "the images are not split again"
+    other = images.rename(tmp_path / "other")
+    shutil.copytree(other, images)
+    with pytest.raises(SystemExit, match="choose another --out"):
+        small.main(["1", "--data", str(other), "--out", str(tmp_path / "runs")])
 
 
 def test_a_command_that_fails_ends_the_experiment(small, images, tmp_path, monkeypatch, capfd):
