@@ -36,7 +36,7 @@ from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
 from stop_mim.parsing import given_options, one_of, parse, refuse_unknown
 from stop_mim.registry import Registry, load_plugins, unknown_name
-from stop_mim.sweeps.grid import SWEEPS, varied
+from stop_mim.sweeps.grid import SWEEPS, is_switch, varied
 from stop_mim.sweeps.plan import SweepConfig, base_config
 from stop_mim.training.config import SpeedConfig, TrainConfig, flat, require_data
 from stop_mim.training.config_file import read_config, run_name
@@ -242,9 +242,12 @@ class Sweep:
         refuse_unknown(unknown, self, base)
         axes = self._axes(base)
         sets = [variant.keys() for variant in varied(SWEEPS.find(self.run.name)(), axes).variants.values()]
-        for path in set(given).intersection(*sets):
-            option = f"--{path.replace('_', '-')}"
-            raise InputError(f"{option} is {given[path]}, but every variant of this sweep sets {path}: leave it out.")
+        options = {path: (f"--{path.replace('_', '-')}", value) for path, value in given.items()}
+        if self.run.config.epochs is not None:
+            options["optim.epochs"] = "--epochs", self.run.config.epochs
+        for path in set(options).intersection(*sets):
+            option, value = options[path]
+            raise InputError(f"{option} is {value}, but every variant of this sweep sets {path}: leave it out.")
         from stop_mim.sweeps.run import run_sweep
 
         summary = run_sweep(self.run.name, self.run.config, base, axes=axes)
@@ -268,7 +271,7 @@ class Sweep:
                 raise InputError(f"--vary has {path}, and a sweep sets {path} in every run: give {instead} instead.")
             values = axes.setdefault(path, [])
             group, dot, name = flag.rpartition(".")
-            switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]}
+            switches = {"true": [f"--{flag}"], "false": [f"--{group}{dot}no-{name}"]} if is_switch(base, path) else {}
             for text in texts:
                 # The elements of a tuple are separated by commas, which other values, such as names of data, may have.
                 elements = text.split(",") if isinstance(fields[path], tuple) else [text]

@@ -128,6 +128,8 @@ for line in {lines}:
             "--positions.sigma is 0.7, but every variant of this sweep sets",
         ),
         (["sweep", "--vary", "optim.lr", "1", "2", "--optim.lr", "3"], "--optim.lr is 3, but every variant"),
+        (["sweep", "--vary", "optim.epochs", "1", "2", "--epochs", "3"], "--epochs is 3, but every variant"),
+        (["sweep", "--vary", "speed.compile", "True", "maybe"], "--speed.compile is 'maybe'"),
         (["sweep", "--vary"], "--vary has no value"),
         (["sweep", "--vary", "seed", "1", "2"], "a sweep sets seed in every run: give --seeds instead"),
         (["sweep", "--vary", "out", "a", "b"], "a sweep sets out in every run: give --out instead"),
@@ -136,6 +138,11 @@ for line in {lines}:
         (["pretrain", "demo", "--lr", "1"], "--lr: did you mean --optim.lr?"),
         (["pretrain", "demo", "more"], "'more'"),
         (["pretrain", "demo", "/"], "'/' is not expected: write the option before it, such as --data."),
+        (["evaluate", "timm:x", "--data", "scenes", "--task", "all", "clevr"], "task is all clevr: give all alone"),
+        (
+            ["evaluate", "timm:x", "--data", "scenes", "--task", "knn", "--table", "a.md", "--json", "./a.md"],
+            "table and json are both a.md: give two files.",
+        ),
         (["evaluate", "vit_base_patch16_224", "--data", "scenes", "--task", "knn"], "write timm:NAME"),
         (["pretrain", "demo", "--data", "a.PARQUET", "b.PARQUET"], "'b.PARQUET' is not expected: write patterns"),
         (["pretrain", "demo", "optim.lr=1e-3"], "'optim.lr' is not expected: did you mean --optim.lr?"),
@@ -143,7 +150,8 @@ for line in {lines}:
         (["pretrain", "demo", "--steps", "10"], "did you mean --stop-after-steps?"),
         (["pretrain", "demo", "--objective.name", "mae"], "did you mean --objective."),
         (["pretrain", "demo", "--optim.clip", "1"], "did you mean --optim.clip-gradient-norm?"),
-        (["pretrain", "demo", "--log.tensorboard", "False"], "--log.no-tensorboard"),
+        (["pretrain", "demo", "--log.tensorboard", "no"], "--log.no-tensorboard"),
+        (["pretrain", "demo", "-"], "no option -: --help"),
         (["pretrain", "demo", "--optim.lr", "fast"], "--optim.lr is 'fast': give a number."),
         (["pretrain", "demo", "--optim.lr"], "--optim.lr has no value: give a number."),
         (["pretrain", "demo", "--encoder.image-size", "3"], "--encoder.image-size is '3': give 2 whole numbers."),
@@ -215,6 +223,9 @@ def test_a_comma_separates_the_elements_of_a_varied_tuple_and_stays_in_a_name(mo
     data, scales = ["scenes:count=8,size=32", "scenes:count=9,size=32"], ["0.1,0.2", "0.2,0.3"]
     main(["sweep", "--vary", "data", *data, "--vary", "masks.target-scale", *scales])
     assert given == {"data": data, "masks.target_scale": [(0.1, 0.2), (0.2, 0.3)]}
+    given.clear()
+    main(["sweep", "--vary", "speed.compile", "None", "True", "--vary", "log.tensorboard", "true", "false"])
+    assert given == {"speed.compile": [None, True], "log.tensorboard": [True, False]}
 
 
 def test_tyro_reports_mistakes_itself_where_it_cannot_be_asked(capsys, monkeypatch):

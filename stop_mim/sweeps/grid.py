@@ -193,13 +193,19 @@ def changes(config: Any, default: Any) -> dict[str, Any]:
     return {path: value for path, value in flat(dataclasses.asdict(config)) if value != before[path]}
 
 
+def is_switch(config: Any, path: str) -> bool:
+    """Whether the option of a field takes no value: --GROUP.NAME turns it on, --GROUP.no-NAME off."""
+    group, _, name = path.rpartition(".")
+    owner = operator.attrgetter(group)(config) if group else config
+    return typing.get_type_hints(type(owner))[name] is bool
+
+
 def as_flags(overrides: Overrides, config: Any) -> list[str]:
     """Return the command-line options that set these fields of a config."""
     flags: list[str] = []
     for path, value in overrides.items():
         group, _, name = path.rpartition(".")
-        owner = operator.attrgetter(group)(config) if group else config
-        switch = typing.get_type_hints(type(owner))[name] is bool
+        switch = is_switch(config, path)
         name = f"no-{name}" if switch and not value else name
         flags.append(f"--{group}.{name}".replace("_", "-") if group else f"--{name}".replace("_", "-"))
         if not switch:

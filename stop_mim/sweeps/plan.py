@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, Checked, Each, check_effects
+from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, SEED, Checked, Each, check_effects
 from stop_mim.errors import InputError
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
@@ -52,7 +52,7 @@ class SweepConfig(Checked):
     """Text file with the names of the few labelled images (imagenet: the published 1%); default: drawn at random."""
     transfer: tuple[str, ...] = ()
     """Other labelled data for a linear probe of every run, each as NAME=DATA, such as scenes=scenes:count=8000,size=64."""
-    seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO)] = (0, 1, 2)
+    seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO), Each(SEED)] = (0, 1, 2)
     """Seeds of each variant; use at least three to compare variants."""
     variants: tuple[str, ...] = ()
     """Variants to run; default: all."""
@@ -152,6 +152,11 @@ class Plan:
     def config(self, variant: str) -> TrainConfig:
         """Return the config of a variant, with the recipe's seed and directory."""
         return with_overrides(self.base, self.variants[variant])
+
+    @property
+    def labelled_data(self) -> str:
+        """The images of the scale's evaluation."""
+        return self.evaluate[self.evaluate.index("--data") + 1]
 
     @cached_property
     def probes(self) -> list[Probe]:
@@ -288,18 +293,18 @@ def make_plan(
         config.baseline or sweep.baseline,
         dict(sweep.variants),
         base,
-        (*scale.evaluate, *_probes(config, scale.evaluate)),
+        (*scale.evaluate, *_probes(config, scale.evaluate, base.data)),
         scale.shown,
         config.out or Path("runs") / "-".join(parts),
     )
 
 
-def _probes(config: SweepConfig, evaluate: tuple[str, ...]) -> list[str]:
+def _probes(config: SweepConfig, evaluate: tuple[str, ...], data: str) -> list[str]:
     """Return the options of `evaluate` that name the user's labelled images."""
     given = {"--test-data": config.test_data, "--low-shot.list-file": config.low_shot_list}
     named = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
     if "--data" not in evaluate:
-        return ["--data", config.probe_data or config.data, *named]
+        return ["--data", config.probe_data or data, *named]
     if config.probe_data or named:
         raise InputError(
             f"The scale {config.scale} has its own labelled images: leave out --probe-data, --test-data and --low-shot-list."

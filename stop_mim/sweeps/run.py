@@ -54,10 +54,16 @@ def run_sweep(
         return None
     # Data that cannot be used are refused before hours are spent on training.
     if config.low_shot_list is not None:
-        read_image_list(config.low_shot_list, open_source(config.probe_data or plan.base.data))
-    for data in filter(None, {plan.base.data, config.probe_data}):
+        read_image_list(config.low_shot_list, open_source(plan.labelled_data))
+    configs = [plan.config(variant) for variant in plan.chosen]
+    for data in dict.fromkeys(data for one in configs for data in (one.data, one.probe.data) if data):
         open_source(data)
-    for data in config.transfers.values():
+    labels = {one.label for one in open_task_data(plan.labelled_data, config.test_data)}
+    for name, data in config.transfers.items():
+        if name in labels:
+            raise InputError(
+                f"transfer has the name '{name}', which is a label of {plan.labelled_data}: give another name."
+            )
         open_task_data(data)
     plan.out.mkdir(parents=True, exist_ok=True)
     with locked(plan.out / LOCK_FILE) as ours:
@@ -92,7 +98,8 @@ def _run(plan: Plan, console: Console) -> str | None:
 def due(plan: Plan) -> list[Job]:
     """Return the runs that are not finished; failed ones only with --retry-failed."""
     failed = {} if plan.options.retry_failed else read_failed(plan.out)
-    return [job for job in plan.jobs if not job.finished and job.name not in failed]
+    # What fails on the data of --transfer is evaluated again: they may be others now.
+    return [job for job in plan.jobs if not job.finished and (job.evaluated or job.name not in failed)]
 
 
 def read_failed(out: Path) -> dict[str, str]:
@@ -102,10 +109,9 @@ def read_failed(out: Path) -> dict[str, str]:
 
 
 def failures(plan: Plan) -> dict[str, str]:
-    """Return why runs failed, by name; a run that failed only on data that --transfer no longer names is not one."""
-    files = [probe.file for probe in plan.probes]
-    failed = read_failed(plan.out).items()
-    return {name: why for name, why in failed if not all((plan.out / name / file).exists() for file in files)}
+    """Return why runs that were asked for and are not finished failed, by name."""
+    failed = read_failed(plan.out)
+    return {job.name: failed[job.name] for job in plan.jobs if not job.finished and job.name in failed}
 
 
 def record(out: Path, job: Job, error: str | None) -> None:

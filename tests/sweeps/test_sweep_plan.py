@@ -22,6 +22,7 @@ TRAINED = TrainResult(Path("out"), 1, 1, 0.0, None)
         ({"scale": "huge"}, "'huge'"),
         ({"seeds": ()}, "seeds is"),
         ({"seeds": (0, 1, 0)}, r"seeds is \(0, 1, 0\)"),
+        ({"seeds": (2**70,)}, "seeds is"),
         ({"variants": ("loud",)}, "'loud'.*fixed, noisy"),
         ({"baseline": "loud"}, "'loud'"),
         ({"probe_data": "x"}, "--probe-data"),

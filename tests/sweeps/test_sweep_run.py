@@ -15,6 +15,7 @@ from mini_sweep import mini_config
 
 from stop_mim.errors import InputError
 from stop_mim.launch import LaunchConfig
+from stop_mim.sweeps.grid import Sweep
 from stop_mim.sweeps.launch import places
 from stop_mim.sweeps.plan import base_config, make_plan
 from stop_mim.sweeps.run import images_per_second, run_sweep
@@ -79,19 +80,45 @@ def test_data_of_transfer_are_scored_too_also_after_the_training(stand_in, conso
 @pytest.mark.usefixtures("stand_in")
 def test_data_of_transfer_that_cannot_be_scored_are_refused_before_the_training(console, tmp_path):
     PIL.Image.new("RGB", (32, 32)).save(tmp_path / "unlabelled.png")
-    for data, words in (("nowhere", "'nowhere'"), (str(tmp_path), "has no labels")):
+    for data, words in (("x=nowhere", "'nowhere'"), (f"x={tmp_path}", "has no labels"), ("count=scenes", "'count'")):
         with pytest.raises(InputError, match=words):
-            run_sweep("mini", mini_config(transfer=(f"x={data}",)), console=console)
+            run_sweep("mini", mini_config(transfer=(data,)), console=console)
     assert not Path("out").exists()
+
+
+def test_images_that_cannot_be_used_are_refused_before_the_training(mini, console, tmp_path):
+    PIL.Image.new("RGB", (32, 32)).save(tmp_path / "unlabelled.png")
+    mini["scale"] = replace(mini["scale"], evaluate=())
+    for options, words in (({"probe_data": str(tmp_path)}, "has no labels"), ({"test_data": "nowhere"}, "'nowhere'")):
+        with pytest.raises(InputError, match=words):
+            run_sweep("mini", mini_config(**options), console=console)
+    mini["sweep"] = Sweep("here", {"here": {"data": "scenes:count=40,size=32"}, "there": {"data": "nowhere"}})
+    with pytest.raises(InputError, match="'nowhere'"):
+        run_sweep("mini", mini_config(), console=console)
+    assert not Path("out").exists()
+
+
+def test_the_images_of_a_recipe_are_probed_where_no_others_are_given(mini):
+    mini["scale"] = replace(mini["scale"], evaluate=())
+    assert make_plan("mini", mini_config()).labelled_data == "scenes:count=32,size=32"
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_run_that_failed_on_data_of_transfer_is_finished_without_them(console, monkeypatch):
-    monkeypatch.setattr("stop_mim.sweeps.run.open_task_data", lambda name: None)
+    monkeypatch.setattr("stop_mim.sweeps.run.open_task_data", lambda *_: [])
     given = mini_config(variants=("fixed",), seeds=(0,), transfer=("other=broken",))
     assert run_sweep("mini", given, console=console).failed == {"fixed/seed-0": "'broken' has no labels."}
     assert run_sweep("mini", replace(given, transfer=()), console=console).failed == {}
     assert set(run_sweep("mini", given, console=console).failed) == {"fixed/seed-0"}
+    other = run_sweep("mini", replace(given, transfer=("more=scenes",)), console=console)
+    assert (other.failed, other.scores["fixed"]["more/linear/top1"].n) == ({}, 1)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_what_failed_in_a_variant_that_is_not_asked_for_is_no_failure(console):
+    Path("order-seed-0").write_text("refuse")
+    assert run_sweep("mini", mini_config(seeds=(0,)), console=console).failed
+    assert run_sweep("mini", mini_config(seeds=(0,), variants=("fixed",)), console=console).failed == {}
 
 
 @pytest.mark.usefixtures("stand_in")
