@@ -28,6 +28,7 @@ except ImportError:
 
 # Fields of commands whose own fields are options without a prefix.
 UNPREFIXED = ("run", "config", "plan")
+SWITCH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0")
 NOUNS: dict[Any, str] = {int: "whole number", float: "number", str: "text", Path: "path"}
 
 
@@ -74,7 +75,7 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
     wanted, flags = name.lstrip("-").replace("_", "-"), dict(pair for one in options for pair in _flags(one))
     if not name.startswith("-"):
         remedy = "--help shows what can be given."
-        if name.lower() in ("true", "false"):
+        if name.lower() in SWITCH_VALUES:
             remedy = "a switch takes no value; --log.no-tensorboard turns one off."
         elif Path(name).is_dir():
             remedy = "write the option before it, such as --data."
@@ -131,6 +132,8 @@ def _needs(kind: Any, metavar: str) -> str:
 def _nearest(wanted: str, flags: dict[str, str]) -> str | None:
     """Return the option that is meant: one of another group, a mistyped one, or one whose name or help has the words."""
     group, _, name = wanted.rpartition(".")
+    if not name:
+        return None
     same = [flag for flag in flags if flag.rpartition(".")[2] == name]
     near = [flag for flag in flags if group and flag.startswith(f"{group}.")] or [*flags]
     named = [flag for flag in near if _words(name) <= _words(flag.rpartition(".")[2])]

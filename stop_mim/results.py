@@ -25,6 +25,8 @@ UNKNOWN = "–"
 NORMAL_QUANTILE = 1.959964
 
 Scalar = str | int | float | bool
+Measurement = tuple[tuple[str, str], ...]
+"""How a score was measured: names and values as JSON."""
 
 
 @dataclass(frozen=True)
@@ -152,16 +154,17 @@ class Evaluation:
         """The encoder's name, and whether its class token was scored instead of its patches."""
         return self.encoder + (" (class token)" if self.facts.get("pool") == "cls" else "")
 
-    def identity(self) -> tuple[str, ...]:
+    def identity(self) -> tuple[object, ...]:
         """Return the fields that identify an evaluation; in a file, a new one replaces an old one with the same identity."""
-        encoder = [self.facts.get(name) for name in ("image_size", "encoder_fingerprint")]
-        return (self.encoder, json.dumps(encoder), *self.measurement())
+        return (self.encoder, json.dumps(self.facts.get("encoder_fingerprint")), *self.measurement())
 
-    def measurement(self) -> tuple[str, ...]:
-        """Return the fields that must be equal to compare the scores of different encoders; hashable."""
-        named = [getattr(self, name) for name in ("task", "label", "data", "test_data", "protocol", "seed")]
-        contents = [self.facts.get(name) for name in ("data_fingerprint", "test_fingerprint")]
-        return tuple(json.dumps(value, sort_keys=True) for value in [*named, *contents])
+    def measurement(self) -> Measurement:
+        """Return what must be equal to compare the scores of different encoders, by name, as JSON."""
+        fields = {name: getattr(self, name) for name in ("task", "label", "data", "test_data", "seed")}
+        fields |= {f"{self.task}.{name}": value for name, value in self.protocol.items()}
+        for name in ("image_size", "pool", "data_fingerprint", "test_fingerprint"):
+            fields[name] = self.facts.get(name)
+        return tuple((name, json.dumps(value, sort_keys=True)) for name, value in sorted(fields.items()))
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it as plain values."""
@@ -209,9 +212,9 @@ def read_results(path: Path) -> list[Evaluation]:
 def add_results(path: Path, evaluations: Sequence[Evaluation]) -> None:
     """Add evaluations to a file; each replaces the one with the same identity. Other processes may add theirs meanwhile."""
     new = [evaluation.identity() for evaluation in evaluations]
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A link is kept by the write: all its names have one lock.
     file = path.resolve()
+    file.parent.mkdir(parents=True, exist_ok=True)
     with locked(file.with_name(f".{file.name}.lock"), wait=True):
         kept = [one for one in read_results(path) if one.identity() not in new]
         write_json(path, {"format": FORMAT, "evaluations": [one.as_json() for one in [*kept, *evaluations]]})
@@ -274,12 +277,8 @@ def headline_table(evaluations: Sequence[Evaluation], known: Sequence[Evaluation
 
 def untrained_score(evaluation: Evaluation, score: Score, known: Sequence[Evaluation]) -> Score | None:
     """Return the newest score of the untrained encoder that was measured alike."""
-
-    def seen(one: Evaluation) -> list[Any]:
-        return [one.measurement(), one.facts.get("image_size"), one.facts.get("pool")]
-
-    name, alike = f"{UNTRAINED}{evaluation.encoder}", seen(evaluation)
-    found = next((one for one in reversed(known) if one.encoder == name and seen(one) == alike), None)
+    name, alike = f"{UNTRAINED}{evaluation.encoder}", evaluation.measurement()
+    found = next((one for one in reversed(known) if one.encoder == name and one.measurement() == alike), None)
     return None if found is None else next((other for other in found.scores if other.name == score.name), None)
 
 

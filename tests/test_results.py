@@ -84,7 +84,13 @@ def test_the_same_evaluation_replaces_the_old_one(tmp_path):
     assert [one.identity() for one in found] == [one.identity() for one in [*others, ONE]]
     assert found[-1].scores == SCORES[:1]
     assert found[0].scores == SCORES
-    assert ONE.measurement() == replace(ONE, encoder="runs/b", facts={}).measurement() != others[0].measurement()
+    elsewhere = replace(ONE, encoder="runs/b", facts={**ONE.facts, "encoder_fingerprint": "other"})
+    assert ONE.measurement() == elsewhere.measurement() != others[0].measurement()
+    for name in ("image_size", "pool"):
+        assert replace(ONE, facts={**ONE.facts, name: "other"}).measurement() != ONE.measurement()
+    (tmp_path / "link.json").symlink_to("missing/results.json")
+    add_results(tmp_path / "link.json", [ONE])
+    assert read_results(tmp_path / "missing" / "results.json")[0].identity() == ONE.identity()
 
 
 def add_some(path, task):

@@ -219,7 +219,7 @@ def learned_covariance_figure(runs: Sequence[Path], score: str | None = None) ->
     forms = {run.noise.form for run in records}
     if not {"tied", "identity"} <= forms or len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "It compares learned and fixed covariances over sigma: give runs with positions.covariance tied and identity, "
+            "the runs have no learned and fixed covariances over sigma; give runs with positions.covariance tied and identity, "
             "and with at least two values of positions.sigma."
         )
     check_comparable(records)
@@ -244,7 +244,8 @@ def sigma_figure(runs: Sequence[Path], score: str | None = None) -> Figure:
     records = [run for run in _records(runs) if run.noise.form in ("tied", "none")]
     if len({run.noise.sigma for run in records} - {0.0}) < 2:
         raise InputError(
-            "It compares sigmas: give runs with tied stochastic positions and at least two values of positions.sigma above 0."
+            "the runs have fewer than two sigmas; give runs with tied stochastic positions and two positive values of "
+            "positions.sigma."
         )
     check_comparable(records, forms=["tied"])
     key = common_score(records, score)

@@ -26,7 +26,7 @@ from stop_mim.analysis.runs import (
 from stop_mim.errors import InputError
 from stop_mim.files import require_writable, write_atomically
 from stop_mim.records import from_plain
-from stop_mim.results import UNTRAINED, Evaluation, Score, details_table, headline_table
+from stop_mim.results import UNTRAINED, Evaluation, Measurement, Score, details_table, headline_table
 from stop_mim.sweeps.grid import changes
 from stop_mim.sweeps.summary import spread
 from stop_mim.tables import Table, say
@@ -41,7 +41,7 @@ PAGES = Environment(
 PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
 NOTHING = "–"
 # The name of a score, and how it was measured.
-Column = tuple[str, tuple[tuple[str, str], ...]]
+Column = tuple[str, Measurement]
 # The state of a group is the first of these that one of its runs has.
 STATES = ("failed", "running", "stopped", "unknown", "finished")
 MODEL_SECTIONS = ("noise", "positions", "predictions", "features")
@@ -276,7 +276,7 @@ def compared_scores(groups: Sequence[RunGroup]) -> Iterator[Table]:
         baselines = [[one for one in run.results if one.is_baseline] for group in groups for run in group.runs]
         before = _group_scores(baselines, data)
         chances = {
-            _column(one, score): f"{chance:.1f}"
+            (one.name_of(score), one.measurement()): f"{chance:.1f}"
             for group in groups
             for one in group.first.evaluations
             for score in one.scores
@@ -288,27 +288,22 @@ def compared_scores(groups: Sequence[RunGroup]) -> Iterator[Table]:
             yield Table(f"Test scores in % on {data}", ["", *_headings(columns)], [*rows, *extra])
 
 
-def _column(evaluation: Evaluation, score: Score) -> Column:
-    """Return the name of a score, and the settings that must be equal to compare it."""
-    names = ("image_size", "pool", "data_fingerprint", "test_fingerprint")
-    conditions = {"test_data": evaluation.test_data, "seed": evaluation.seed, **evaluation.protocol}
-    conditions |= {name: evaluation.facts.get(name) for name in names}
-    return evaluation.name_of(score), tuple((name, json.dumps(value)) for name, value in sorted(conditions.items()))
-
-
 def _headings(columns: Sequence[Column]) -> Iterator[str]:
     """Yield the names of columns; those of the same name have the settings in which they differ."""
-    for name, conditions in columns:
+    for name, measurement in columns:
         alike = [dict(other) for title, other in columns if title == name]
-        differing = [f"{key} {value}" for key, value in conditions if len({other.get(key) for other in alike}) > 1]
-        yield f"{name} ({', '.join(differing)})" if differing else name
+        differing = {key: value for key, value in measurement if len({other.get(key) for other in alike}) > 1}
+        # Fingerprints say little to a reader.
+        readable = {key: value for key, value in differing.items() if not key.endswith("_fingerprint")} or differing
+        yield f"{name} ({', '.join(f'{key} {value}' for key, value in readable.items())})" if readable else name
 
 
 def _group_scores(runs: Sequence[Sequence[Evaluation]], data: str) -> dict[Column, str]:
     """Return the main scores by column: of several runs, mean and standard deviation; of one, its interval."""
     found: dict[Column, list[Score]] = {}
     for evaluations in runs:
-        own = {_column(one, s): s for one in evaluations if one.data == data for s in one.scores if s.headline}
+        scored = [(one, score) for one in evaluations if one.data == data for score in one.scores if score.headline]
+        own = {(one.name_of(score), one.measurement()): score for one, score in scored}
         for column, score in own.items():
             found.setdefault(column, []).append(score)
     return {

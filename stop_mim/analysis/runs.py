@@ -15,7 +15,7 @@ from stop_mim.exchange.loading import objective_of
 from stop_mim.models.objective import Objective
 from stop_mim.positions import Grid
 from stop_mim.records import from_plain, read_record
-from stop_mim.results import RESULTS_FILE, Evaluation, Score, find_score, read_results
+from stop_mim.results import RESULTS_FILE, Evaluation, Measurement, Score, find_score, read_results
 from stop_mim.sweeps.grid import changes
 from stop_mim.sweeps.plan import PLAN_FILE, SCORES_FILE, WITHOUT_EFFECT, runs_by_seed
 from stop_mim.sweeps.summary import Spread, spread
@@ -56,7 +56,7 @@ class ScoreKey:
     title: str
     """Label in figures, such as "low-shot, 1%"; without the metric for top-1 accuracies."""
     data: str = ""
-    measurement: tuple[str, ...] = ()
+    measurement: Measurement = ()
     rank: int | None = len(PREFERRED_TASKS) + 2
     """Place in the order of preference, lowest first; None: only if asked for."""
 
@@ -67,7 +67,7 @@ def score_key(evaluation: Evaluation, score: Score) -> ScoreKey:
     if rank == 1 and score.variant.get("amount") == PAPERS_AMOUNT:
         rank = 0
     default = score.metric == "top1" and score.headline
-    measurement = (*evaluation.measurement(), score.name)
+    measurement = (*evaluation.measurement(), ("score", score.name))
     *parts, metric = evaluation.parts_of(score)
     title = ", ".join(parts if metric == "top1" else [*parts, metric])
     return ScoreKey(evaluation.name_of(score), title, evaluation.data, measurement, rank if default else None)

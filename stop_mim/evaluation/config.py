@@ -1,6 +1,7 @@
 """The options of `stop-mim evaluate`: common ones here, and one group for each registered task that has options."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,8 @@ def check_arguments(names: Sequence[str], config: EvaluateConfig) -> None:
     for name in config.task:
         if name != "all":
             TASKS.find(name)
+    if "all" in config.task and len(config.task) > 1:
+        raise InputError(f"task is {' '.join(config.task)}: give all alone, or the tasks by name.")
     if not config.data:
         raise InputError("data is not given: give labelled images or videos with --data.")
     if config.table is not None:
@@ -90,5 +93,7 @@ def check_arguments(names: Sequence[str], config: EvaluateConfig) -> None:
     for path in (config.json, config.csv, config.table):
         if path is not None:
             require_writable(str(path), path)
-    if config.json is not None and config.csv is not None and config.json.resolve() == config.csv.resolve():
-        raise InputError(f"json and csv are both {config.json}: give two files.")
+    files = {name: path for name in ("table", "json", "csv") if (path := getattr(config, name)) is not None}
+    for one, other in itertools.combinations(files, 2):
+        if files[one].resolve() == files[other].resolve():
+            raise InputError(f"{one} and {other} are both {files[one]}: give two files.")

@@ -17,7 +17,7 @@ from stop_mim.exchange.releases import PUBLISHED, RELEASE
 from stop_mim.files import SECONDS_A_DAY, remove_temporaries, user_path, write_atomically
 from stop_mim.models.encoder import Encoder
 from stop_mim.models.fingerprint import encoder_fingerprint
-from stop_mim.results import RESULTS_FILE, read_results
+from stop_mim.results import RESULTS_FILE, Evaluation, read_results
 from stop_mim.tables import Table
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.run_folder import RunFolder
@@ -25,7 +25,7 @@ from stop_mim.training.schedules import EMA_START
 
 CARD_FILE = "README.md"
 TAGS = ["self-supervised learning", "masked image modelling", "I-JEPA", "StoP", "stop-mim"]
-RESULTS = ("frozen features", "data", "score", "measured")
+RESULTS = ("evaluation", "data", "score", "measured")
 # Characters with a meaning in Markdown; a table escapes its bars itself.
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!~&$])")
 
@@ -59,9 +59,8 @@ def export_encoder(name: str, to: str, out: Path, push: str | None = None, licen
     if not isinstance(encoder, Encoder):
         raise InputError(f"{name} is not a plain Vision Transformer: only those can be exported.")
     origin, place = _origin_of(name, encoder), Place(push or str(out), push is not None)
-    if name.startswith(RELEASE):
-        # The authors' licence stays.
-        licence = licence or "cc-by-nc-4.0"
+    # The licence of the authors of a release stays.
+    licence = licence or ("cc-by-nc-4.0" if name.startswith(RELEASE) else None)
 
     def write(folder: Path) -> None:
         folder.mkdir()
@@ -86,12 +85,24 @@ def _origin_of(name: str, encoder: Encoder) -> Origin:
     # Without the encoder's name: a path may be written in several ways; the newest evaluation comes last.
     own = {one.identity()[1:]: one for one in results if one.facts.get("encoder_fingerprint") in fingerprints}
     scores = [
-        (one.name_of(score), _short(one.data), f"{score.value:.1f}{score.unit}", str(one.facts.get("date", ""))[:10])
+        (one.name_of(score), _seen(one, encoder), f"{score.value:.1f}{score.unit}", str(one.facts.get("date", ""))[:10])
         for one in own.values()
         for score in one.scores
         if score.headline
     ]
     return Origin(folder.name, run.config(), run.recipe(), scores)
+
+
+def _seen(one: Evaluation, encoder: Encoder) -> str:
+    """Return the data of an evaluation, with its test data, image size and token if these are not the usual ones."""
+    found, size = [_short(one.data)], one.facts.get("image_size")
+    if one.test_data != one.data:
+        found.append(f"tested on {_short(one.test_data)}")
+    if size and tuple(size) != encoder.image_size:
+        found.append(f"{size[0]}x{size[1]} pixels")
+    if one.facts.get("pool") == "cls":
+        found.append("class token")
+    return ", ".join(found)
 
 
 def _fingerprints(encoder: Encoder) -> set[str]:
@@ -163,8 +174,11 @@ def _escape(text: str) -> str:
 
 
 def _short(name: str) -> str:
-    """Return the last part of an absolute path: a card does not show the author's folders."""
-    return name.rstrip("/").rpartition("/")[2] if user_path(name).is_absolute() else name
+    """Return a name with the last part of its absolute path alone: a card does not show the author's folders."""
+    prefix, colon, path = name.rpartition(":")
+    # A URL has two slashes.
+    own = user_path(path).is_absolute() and not path.startswith("//")
+    return prefix + colon + path.rstrip("/").rpartition("/")[2] if own else name
 
 
 def _training(origin: Origin) -> str:

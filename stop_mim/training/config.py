@@ -69,7 +69,7 @@ class OptimConfig(Checked, group="optim"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("warmup_epochs", self.warmup_epochs <= self.epochs, "it must not be above optim.epochs")
+        self.require("warmup_epochs", self.warmup_epochs <= self.epochs, f"give at most optim.epochs, {self.epochs}")
 
 
 @dataclass(frozen=True)

@@ -262,11 +262,13 @@ def test_a_sweep_is_opened_by_its_directory_and_its_seeds_are_averaged(stop_run,
 def test_scores_that_were_measured_differently_are_not_averaged(stop_run, report, tmp_path):
     runs = []
     for seed, value, test in ((0, 60.0, "v1"), (1, 70.0, "v1"), (2, 10.0, "v2")):
-        one = replace(evaluation("linear", top1(value), data="a"), test_data=test, facts={"image_size": [32, 48]})
+        facts = {"image_size": [32, 48], "test_fingerprint": f"of {test}"}
+        one = replace(evaluation("linear", top1(value), data="a"), test_data=test, facts=facts)
         seeds = [one, replace(evaluation("knn", top1(value + 1), data="a", neighbours=5), test_data=test)]
         runs.append(pretend(stop_run, tmp_path / f"seed-{seed}", seed=seed, results=seeds))
     first = evaluation("linear", top1(5.0), data="a", encoder="untrained:run")
-    add_results(runs[0] / "results.json", [replace(first, test_data="v1", facts={"image_size": [32, 48]})])
+    same = {"image_size": [32, 48], "test_fingerprint": "of v1"}
+    add_results(runs[0] / "results.json", [replace(first, test_data="v1", facts=same)])
     words = report(*runs).words
     assert 'linear/top1 (test_data "v1") knn/top1 (test_data "v1") linear/top1 (test_data "v2")' in words
     assert "65.0 ± 7.1 66.0 ± 7.1 10.0 11.0 untrained 5.0 – – –" in words

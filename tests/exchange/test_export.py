@@ -36,8 +36,8 @@ def evaluated(run):
     own = encoder_fingerprint(stop_mim.load_encoder(run))
     facts = {"date": "2026-11-15T10:00:00+00:00", "encoder_fingerprint": own}
     scores = [Score("top1", 12.34, headline=True), Score("top1", 99.0, layers=1)]
-    data = "/home/somebody/private/my|data"
-    whole = Evaluation("~/elsewhere", "linear", "class", data, "", {}, 0, facts, scores=scores)
+    data, test = "/home/somebody/private/my|data", "wds:/home/somebody/private/{0..9}.tar"
+    whole = Evaluation("~/elsewhere", "linear", "class", data, test, {}, 0, facts, scores=scores)
     low = [Score("top1", 1.0, headline=True)]
     others = [
         replace(whole, encoder=str(run), facts=facts | {"encoder_fingerprint": "of older weights"}, scores=low),
@@ -63,7 +63,7 @@ def test_a_run_is_exported_and_the_code_of_its_card_loads_it(evaluated, tmp_path
     assert "2.0%" not in card, "an older measurement of the same score"
     assert "1.0%" not in card, "the score of another encoder"
     assert "somebody" not in card, "a folder of the author"
-    assert r"my\|data" in card
+    assert r"my\|data, tested on wds:{0..9}.tar" in card.replace(r"\{", "{").replace(r"\}", "}")
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     assert len(code.strip().splitlines()) <= 5
     images = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -196,9 +196,14 @@ def test_the_run_of_an_encoder(run, monkeypatch):
 
 
 def test_what_evaluate_stores_is_in_the_card(run, tmp_path):
-    main(["evaluate", str(run), "--task", "knn", "--data", "scenes:count=40,size=32", "--label", "count"])
+    knn, data = "count/knn/neighbours=20/top1", "scenes:count=40,size=32"
+    options = ["--task", "knn", "--data", data, "--label", "count"]
+    for more in ([], ["--image-size", "64"]):
+        main(["evaluate", str(run), *options, *more])
     scores = export_module._origin_of(str(run), stop_mim.load_encoder(run)).scores
-    assert [(name, data) for name, data, *_ in scores] == [("count/knn/neighbours=20/top1", "scenes:count=40,size=32")]
+    seen = f"{data}, tested on scenes:count=8,size=32,seed="
+    names = [(name, re.sub(r"seed=\d+", "seed=", where)) for name, where, *_ in scores]
+    assert names == [(knn, seen), (knn, f"{seen}, 64x64 pixels")]
     newest = str(max((run / "checkpoints").glob("*.safetensors")))
     assert export_module._origin_of(f"{newest}#encoder", stop_mim.load_encoder(f"{newest}#encoder")).scores == []
 
