@@ -5,7 +5,7 @@ layers. docs/scaling.md compares the numbers with measured ones.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -14,15 +14,16 @@ from torch import nn
 
 from stop_mim.benchmark.config import PlanConfig
 from stop_mim.benchmark.flops import TokenCounts
-from stop_mim.errors import InputError
+from stop_mim.constraints import check_effects
 from stop_mim.masking import RELEASE_IMAGES, MaskSampler, build_masks
 from stop_mim.models.build import build_objective
 from stop_mim.models.data2vec import Data2Vec
 from stop_mim.models.predictor import LastBlock
 from stop_mim.positions import Grid
 from stop_mim.tables import Table
-from stop_mim.training.config import Sharding, TrainConfig
-from stop_mim.training.inputs import most_at_once
+from stop_mim.training.config import Sharding, SpeedConfig, TrainConfig
+from stop_mim.training.distributed import Ranks
+from stop_mim.training.inputs import split_batch
 
 GIB = 2**30
 # The rest is for CUDA's own context, the allocator's fragments and kernels' buffers.
@@ -179,11 +180,10 @@ def lay_out(
 
 def layouts(config: TrainConfig, plan: PlanConfig) -> list[Layout]:
     """Return the ways to spread a run, cheapest first: each with the largest batch that fits, or the smallest."""
-    total = config.optim.batch_size
-    if total % plan.gpus:
-        raise InputError(f"optim.batch_size is {total}: it must be a multiple of the {plan.gpus} GPUs.")
-    sizes, per_gpu = Sizes.of(config), total // plan.gpus
-    at_once = most_at_once(config, per_gpu)
+    check_effects(config)
+    ranks = Ranks(0, plan.gpus, plan.gpus_per_machine, torch.device("meta"))
+    at_once, batches = split_batch(replace(config, speed=SpeedConfig()), ranks)
+    sizes, per_gpu = Sizes.of(config), at_once * batches
     found = []
     shardings: list[Sharding] = ["none", "hybrid", "full"] if plan.gpus > plan.gpus_per_machine else ["none", "full"]
     for sharding in shardings[: 1 if plan.gpus == 1 else None]:

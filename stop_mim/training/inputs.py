@@ -135,14 +135,13 @@ def most_at_once(config: TrainConfig, images: int) -> int:
 
 def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
     """Return the images per batch on one device, and the batches per step."""
-    total = config.optim.batch_size
-    per_device = config.speed.batch_size_per_device or most_at_once(config, max(1, total // ranks.world_size))
-    if total % (per_device * ranks.world_size):
+    total, given = config.optim.batch_size, config.speed.batch_size_per_device
+    if total % (fewest := (given or 1) * ranks.world_size):
         raise InputError(
-            f"optim.batch_size is {total}: it must be a multiple of {per_device * ranks.world_size} "
-            f"({per_device} images on each of {ranks.world_size} devices); change it, speed.batch_size_per_device or the "
-            "number of processes."
+            f"optim.batch_size is {total}: it must be a multiple of {fewest} ({given or 1} on each of {ranks.world_size} "
+            "devices); change it, speed.batch_size_per_device or the number of processes."
         )
+    per_device = given or most_at_once(config, total // ranks.world_size)
     if config.masks.compat == "release":
         # No batch may have masks of two sizes.
         together = min(total, RELEASE_IMAGES)

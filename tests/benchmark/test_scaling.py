@@ -85,9 +85,20 @@ def test_the_command_says_what_to_use_or_that_it_does_not_fit(capsys):
         cli.main(["plan", "stop-vith14", "--gpus", "1", "--memory", "8"])
     assert ended.value.code == 2
     assert "does not fit 1 GPUs of 8 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "optim.batch_size is 2048: it must be a multiple of 3 "),
+        (["--optim.batch-size", "96", "--masks.compat", "release"], "96 with 32 images on a device"),
+        (["--masks.mask-ratio", "0.9"], "masks.mask_ratio is 0.9, which has no effect"),
+    ],
+)
+def test_what_training_refuses_is_not_planned(options, named, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["plan", "stop-vitb16", "--gpus", "3"])
-    assert "multiple of the 3 GPUs" in capsys.readouterr().err
+        cli.main(["plan", "stop-vitb16", "--gpus", "3", *options])
+    assert named in capsys.readouterr().err
 
 
 def test_released_masks_are_planned_alike_each_time_and_in_batches_that_training_has():

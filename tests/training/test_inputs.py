@@ -85,6 +85,6 @@ def test_batches_are_split_over_devices_and_accumulated():
         return split_batch(config, Ranks(0, world_size, world_size, CPU))
 
     assert [split(*case) for case in ((64, None, 1), (64, None, 4), (64, 8, 4))] == [(64, 1), (16, 1), (8, 2)]
-    for refused in ((64, 8, 3), (64, 128, 1), (2, None, 4)):
-        with pytest.raises(InputError, match=f"optim.batch_size is {refused[0]}"):
+    for refused, multiple in (((64, 8, 3), 24), ((64, 128, 1), 128), ((2, None, 4), 4), ((64, None, 3), 3)):
+        with pytest.raises(InputError, match=rf"optim.batch_size is {refused[0]}: .* multiple of {multiple} \("):
             split(*refused)
