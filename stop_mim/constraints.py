@@ -138,7 +138,8 @@ def check_effects(config: Any) -> None:
             values = " or ".join(map(str, condition.values))
             remedy = f"set {condition.field} to {values}" if wanted else f"change {condition.field}"
             raise InputError(
-                f"{path} is {value}, which has no effect because {condition.field} is {other}: leave it out, or {remedy}."
+                f"{path} is {value}, which has no effect because {condition.field} is {other}: leave it at {default}, or "
+                f"{remedy}."
             )
 
 

@@ -66,23 +66,29 @@ def test_a_field_without_effect_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "field", "value"),
+    ("recipe", "field", "value", "default"),
     [
-        ("stop-vitb16", "masks.mask_ratio", 0.9),
-        ("mae-vitb16", "masks.n_blocks", 9),
-        ("mae-vitb16", "masks.target_scale", (0.1, 0.2)),
-        ("data2vec-vitb16", "masks.context_scale", (0.5, 0.6)),
-        ("mae-vitb16", "objective.beta", 5.0),
-        ("stop-vitb16", "objective.norm_pixels", False),
+        ("stop-vitb16", "masks.mask_ratio", 0.9, "0.75"),
+        ("mae-vitb16", "masks.n_blocks", 9, "4"),
+        ("mae-vitb16", "masks.target_scale", (0.1, 0.2), "(0.15, 0.2)"),
+        ("data2vec-vitb16", "masks.context_scale", (0.5, 0.6), "(0.85, 1.0)"),
+        ("mae-vitb16", "objective.beta", 5.0, "1.0"),
+        ("stop-vitb16", "objective.norm_pixels", False, "True"),
     ],
 )
-def test_options_of_other_objectives_and_masks_are_refused(recipe, field, value):
+def test_options_of_other_objectives_and_masks_are_refused(recipe, field, value, default):
     config = find_recipe(recipe)
     check_effects(config)
-    with pytest.raises(
-        InputError, match=rf"{re.escape(field)} is .*, which has no effect because .*: leave it out, or change"
-    ):
+    remedy = rf"which has no effect because .*: leave it at {re.escape(default)}, or change"
+    with pytest.raises(InputError, match=rf"{re.escape(field)} is .*, {remedy}"):
         check_effects(with_overrides(config, {field: value}))
+
+
+def test_a_value_of_the_recipe_that_loses_its_effect_has_a_remedy_too():
+    config = with_overrides(find_recipe("data2vec-vitb16"), {"masks.kind": "multiblock"})
+    with pytest.raises(InputError, match=r"masks\.mask_ratio is 0\.61, .*: leave it at 0\.75, or change masks\.kind"):
+        check_effects(config)
+    check_effects(with_overrides(config, {"masks.mask_ratio": 0.75}))
 
 
 def test_released_masks_have_no_chosen_numbers_of_tokens():
