@@ -184,7 +184,9 @@ def images_per_second(config: TrainConfig) -> float:
     """Return the speed of training, measured over a few steps of random images."""
     if choose_device(config.speed.device).type == "cpu":
         fewer = min(config.optim.batch_size, MEASURED_IMAGES_ON_CPU)
-        config = replace(config, optim=replace(config.optim, batch_size=fewer))
+        # A given number of images at once is for the whole batch.
+        speed = replace(config.speed, batch_size_per_device=None)
+        config = replace(config, optim=replace(config.optim, batch_size=fewer), speed=speed)
     with ProgressDisplay(Console(quiet=True), shown=False) as display:
         run = open_run(config, False, display, display.say)
         return config.optim.batch_size / take_trial_steps(run.trainer, MEASURED_STEPS).seconds_per_step

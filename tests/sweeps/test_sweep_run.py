@@ -211,7 +211,9 @@ def test_a_dry_run_prints_grid_and_commands_and_estimates_from_measured_steps_or
     monkeypatch.setattr("stop_mim.sweeps.run.take_trial_steps", lambda *_: Trial(0.5, 0))
     base = base_config(mini_config())
     # Half a second a step of 16 images, which stand for the 32 on a CPU.
-    assert images_per_second(replace(base, optim=replace(base.optim, batch_size=32))) == 32
+    many = replace(base, optim=replace(base.optim, batch_size=32))
+    assert images_per_second(many) == 32
+    assert images_per_second(replace(many, speed=replace(many.speed, batch_size_per_device=32))) == 32
     run_sweep("mini", mini_config(dry_run=True), console=console)
     assert not Path("out").exists()
     shown = console.file.getvalue()
