@@ -57,9 +57,9 @@ def link(files: Iterable[Path], folder: Path) -> None:
     """Link these files into a folder, unless it has them."""
     for file in files:
         place = folder / file.name
-        if not place.exists():
+        if not os.path.lexists(place):
             place.symlink_to(file.resolve())
-        elif not place.samefile(file):
+        elif place.resolve() != file.resolve():
             sys.exit(f"study.py: {place} is another file than {file}: choose another --out.")
 
 
