@@ -42,7 +42,7 @@ class StoredTraining(LinearTraining):
     stored: torch.Tensor
 
     def batches(self, first):
-        classes = torch.from_numpy(self.used.labels)
+        classes = torch.from_numpy(self.used.labels).to(self.stored.device)
         for number in itertools.count(first):
             indices = self.order.indices(number)
             yield Batch(self.stored[indices], classes[indices], indices)
@@ -53,7 +53,7 @@ class StoredTraining(LinearTraining):
     @torch.no_grad()
     def scores(self, features, labels):
         self.heads.eval()
-        return [top_accuracy(logits, labels) for logits in self.heads.logits(features)]
+        return [top_accuracy(logits, labels.to(logits.device)) for logits in self.heads.logits(features)]
 
 
 def protocols(epochs):
