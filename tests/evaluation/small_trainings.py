@@ -23,12 +23,12 @@ from stop_mim.evaluation.task import TASKS
 from stop_mim.evaluation.tasks.finetune import FinetuneOptions
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.options import AugmentConfig
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 from stop_mim.training.distributed import Ranks
 
 CPU = torch.device("cpu")
 ALONE = Ranks(0, 1, 1, CPU)
-SPEED = SpeedConfig(workers=0)
+SPEED = DeviceConfig(workers=0)
 WHOLE = Protocol("whole", 4, (2, 3), lrs=(0.5,), train_view="resize_flip", test_view="resize")
 NEWTON = replace(WHOLE, preconditioned=True, milestones=(), final_factor=0.0, lrs=(0.1,), weight_decay=1e-5)
 PLAIN = FinetuneOptions(

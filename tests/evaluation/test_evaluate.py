@@ -31,7 +31,7 @@ from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
 from stop_mim.models.encoder import Dimensions, create_encoder
 from stop_mim.models.encoder_file import save_encoder
 from stop_mim.results import Score, find_score, read_results
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 
 QUICK = evaluate_config()(
     untrained="no",
@@ -41,7 +41,7 @@ QUICK = evaluate_config()(
     finetune=FinetuneOptions(epochs=1, batch_size=16, warmup_epochs=0.5),
     finetune_low_shot=LowShotFinetuneOptions(epochs=2, batch_size=8, warmup_epochs=0.5),
     video=VideoOptions(propagation=PropagationConfig(short_side=32)),
-    speed=SpeedConfig(device="cpu", workers=0),
+    speed=DeviceConfig(device="cpu", workers=0),
 )
 LAST = LinearOptions((True,), (1,))
 

@@ -28,7 +28,7 @@ from stop_mim.exchange.loading import load_encoder
 from stop_mim.models.encoder import TOKENS_ONLY, Dimensions, Encoder, create_encoder
 from stop_mim.models.encoder_file import save_encoder
 from stop_mim.models.fingerprint import encoder_fingerprint
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 from stop_mim.training.distributed import Ranks
 
 VIEW = TestView((32, 32))
@@ -46,7 +46,7 @@ def small_chunks(monkeypatch):
 
 
 def a_subject(encoder, ranks=ALONE, layers=2, progress=lambda done, total: None):
-    config = evaluate_config()(speed=SpeedConfig(workers=0, batch_size_per_device=7))
+    config = evaluate_config()(speed=DeviceConfig(workers=0, batch_size_per_device=7))
     subject = Subject("toy", encoder, None, config, ranks, lambda name: progress)
     subject.need_layers(layers)
     return subject

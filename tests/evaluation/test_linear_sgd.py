@@ -33,7 +33,7 @@ from stop_mim.evaluation.linear_heads import LinearTraining, held_out_images, lr
 from stop_mim.evaluation.protocols import PROTOCOLS, Protocol
 from stop_mim.evaluation.tasks.linear_sgd import LinearSGDOptions
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 from stop_mim.training.distributed import Ranks
 
 KINDS = ["last1", "last1/batch_norm", "last2", "last2/batch_norm"]
@@ -125,7 +125,7 @@ def test_held_out_images_choose_even_if_the_test_set_would_not(encoder, sets):
 
 def test_the_heads_do_not_learn_from_what_chooses_among_them(encoder, tmp_path):
     train = coloured(100, together=False)
-    run = training(encoder, train, conditions=replace(CONDITIONS, speed=SpeedConfig(workers=0, loader="streaming")))
+    run = training(encoder, train, conditions=replace(CONDITIONS, speed=DeviceConfig(workers=0, loader="streaming")))
     run.train(tmp_path / "state")
     assert len(run.held_out) == 50
     assert sorted({*train.source.reads}) == sorted(run.used.indices)
@@ -176,7 +176,7 @@ def test_options_that_cannot_work_are_refused_by_name(encoder, sets):
 @pytest.mark.parametrize("loader", ["resident", "streaming"])
 def test_on_the_gpu(sets, loader):
     ranks = Ranks(0, 1, 1, torch.device("cuda"))
-    speed = SpeedConfig(workers=2, loader=loader)
+    speed = DeviceConfig(workers=2, loader=loader)
     assert scores(small_encoder(), sets, speed=speed, ranks=ranks)["top1"] > 60
 
 

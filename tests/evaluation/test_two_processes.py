@@ -11,7 +11,7 @@ from stop_mim.data import image_source
 from stop_mim.evaluation.finetuning import FinetuneTraining
 from stop_mim.evaluation.linear_heads import LinearTraining
 from stop_mim.training.checkpoint import read_checkpoint
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 from stop_mim.training.distributed import process_group
 
 SGD, SHORT = replace(WHOLE, epochs=1, milestones=(), weight_decay=0.01), replace(NEWTON, epochs=1, weight_decay=0.01)
@@ -40,7 +40,7 @@ def train(ranks, folder):
 def train_in_two(folder):
     """In a process of two."""
     image_source.MAX_BAD_FRACTION = 0.5
-    with process_group(SpeedConfig("cpu")) as ranks:
+    with process_group(DeviceConfig("cpu")) as ranks:
         torch.save(train(ranks, folder), folder / f"results.{ranks.rank}")
 
 

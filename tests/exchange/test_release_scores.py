@@ -18,7 +18,7 @@ from stop_mim.evaluation.config import evaluate_config
 from stop_mim.evaluation.evaluate import evaluate
 from stop_mim.evaluation.tasks.low_shot import LowShotOptions
 from stop_mim.evaluation.tasks.video import PropagationConfig, VideoOptions
-from stop_mim.training.config import SpeedConfig
+from stop_mim.training.config import DeviceConfig
 
 PATCH, GRID = 16, 4
 
@@ -44,7 +44,7 @@ def tokens(state, image):
 
 
 def scores(path, **options):
-    config = evaluate_config()(speed=SpeedConfig(device="cpu", workers=0), out=path.parent, **options)
+    config = evaluate_config()(speed=DeviceConfig(device="cpu", workers=0), out=path.parent, **options)
     (found,) = evaluate([str(path)], config, Console(file=io.StringIO()))
     return found
 
