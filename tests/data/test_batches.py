@@ -225,6 +225,18 @@ def test_images_of_one_size_become_resident_if_they_fit(monkeypatch):
         assert make(one, order=some).choices == {"loader": mode, "decode": "cpu"}
 
 
+def test_images_that_a_gpu_keeps_must_fit_into_the_memory_of_the_host_unless_they_are_there_or_cached(monkeypatch):
+    budgets = {"cuda": 60 * 3 * 10 * 12, "cpu": 0}
+    monkeypatch.setattr(batches_module, "resident_budget", lambda device, processes: budgets[device.type])
+    cases = ((Painted(), False, False), (Painted(), True, True), (Painted(in_memory=True), False, True))
+    for source, cached, fits in cases:
+        monkeypatch.setattr(batches_module, "is_cacheable", lambda *_, cached=cached: cached)
+        batches = make(source, "streaming")
+        batches.device = torch.device("cuda")
+        assert batches._fits(Placement(), (10, 12)) == fits
+        assert not batches._fits(Placement(), (11, 12))
+
+
 def test_available_memory_includes_caches_of_files_and_ends_at_the_limit_of_a_container(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:  7 kB\nMemAvailable:    4000 kB\nBuffers: 5 kB\n")
     monkeypatch.setattr(batches_module, "MEMINFO", tmp_path / "meminfo")

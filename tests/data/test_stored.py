@@ -40,6 +40,11 @@ def store(source, images=EVERY, **options):
     return store_images(source, images, SIZE, **options)
 
 
+def test_some_images_are_copied_to_a_device_piece_by_piece():
+    rows = np.flatnonzero(EVERY % 5)
+    assert torch.equal(stored_module._some_on(CPU, pixels(), rows), pixels()[torch.from_numpy(rows)])
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("limit", ["0", "1"])
 def test_all_images_are_stored_in_order_whoever_decodes_them(monkeypatch, workers, limit):

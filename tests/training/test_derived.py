@@ -8,14 +8,16 @@ from tiny_run import assert_same_checkpoint, checkpoint_at, quietly, tiny_config
 
 from stop_mim.errors import InputError
 from stop_mim.sweeps.plan import SweepConfig, make_plan
+from stop_mim.training import trial
 from stop_mim.training.config import LogConfig, TrainConfig, to_json
 from stop_mim.training.config_file import read_config, run_name
 from stop_mim.training.derived import batch_for, derive, epochs_for, following
 from stop_mim.training.description import warnings_about
+from stop_mim.training.distributed import Ranks
 from stop_mim.training.pretrain import train
 from stop_mim.training.recipes import find_recipe
 from stop_mim.training.run_folder import RunFolder
-from stop_mim.training.trial import images_at_once
+from stop_mim.training.trial import images_at_once, settle
 
 PHOTOS = find_recipe("stop-photos")
 
@@ -156,6 +158,16 @@ def memory_of(fixed, an_image, limit=float("inf")):
 )
 def test_the_largest_part_that_fits(per_step, budget, expected):
     assert images_at_once(per_step, memory_of(100 * MIB, MIB), budget * MIB) == expected
+
+
+def test_on_a_gpu_memory_is_read_after_what_earlier_runs_left_is_freed_and_half_of_it_is_used(monkeypatch):
+    done = []
+    monkeypatch.setattr(trial, "forget_peak", lambda device: done.append("freed"))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: done.append("read") or (400 * MIB, 800 * MIB))
+    config, ranks, measure = find_recipe("stop-vitb16"), Ranks(0, 1, 1, torch.device("cuda")), memory_of(100 * MIB, MIB)
+    settled = settle(config, ranks, lambda text: None, lambda config, device, images: measure(images))
+    assert settled == replace(config, speed=replace(config.speed, batch_size_per_device=64))
+    assert done == ["freed", "read", "freed"]
 
 
 def test_a_device_that_holds_hardly_any_image_is_an_error_only_if_it_holds_none():
