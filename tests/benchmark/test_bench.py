@@ -90,6 +90,13 @@ def test_what_training_decides_is_measured(tiny, short, monkeypatch):
     assert (report.images_per_step, report.config["speed"]["batch_size_per_device"]) == (8, 2)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_measured_how_many_images_fit_at_once(tiny):
+    config = tiny(speed=SpeedConfig("cuda", workers=0))
+    inputs = opened(replace(config, optim=replace(config.optim, batch_size=32))).inputs
+    assert (inputs.per_device, inputs.batches_per_step) == (32, 1)
+
+
 @pytest.mark.parametrize("compat", [None, "release"])
 def test_masks_that_change_their_size_are_measured_as_they_are_trained(tiny, monkeypatch, compat):
     def accelerated(step, speed, steps, say, warn, fixed_shapes):
