@@ -154,7 +154,7 @@ class ProbeConfig(Checked, group="probe"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("neighbours", self.neighbours <= self.memory, "it must not be above probe.memory")
+        self.require("neighbours", self.neighbours <= self.memory, f"give at most probe.memory, {self.memory}")
 
 
 @dataclass(frozen=True)
