@@ -63,12 +63,10 @@ class AugmentConfig(Checked, group="augment"):
     grey_probability: Annotated[float, FRACTION] = 0.0
     """Probability that an image becomes grey."""
     jitter_probability: Annotated[float, FRACTION] = 0.0
-    """Probability that an image's brightness, contrast, saturation and hue are changed, in this order."""
+    """Probability that an image's brightness, contrast and saturation are changed, in this order."""
     jitter_brightness: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Largest relative change of brightness."""
     jitter_contrast: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Largest relative change of contrast."""
     jitter_saturation: Annotated[float, AT_LEAST_ZERO] = 0.4
     """Largest relative change of saturation."""
-    jitter_hue: Annotated[float, Number("give a number from 0 to 0.5", at_least=0, at_most=0.5)] = 0.1
-    """Largest shift of hue, in turns of the colour wheel (0.5 reaches the opposite colour)."""

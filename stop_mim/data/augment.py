@@ -35,7 +35,7 @@ Retouch = Callable[[UInt8[Tensor, "h w 3"], int], UInt8[Tensor, "h w 3"]]
 
 # The columns of an image's draws: two for each attempt to crop, then one for each name here.
 _ATTEMPTS = 10
-_TOP, _LEFT, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _GREY, _BLUR, _BLUR_SIGMA = range(20, 31)
+_TOP, _LEFT, _FLIP, _JITTER, _BRIGHTNESS, _CONTRAST, _SATURATION, _GREY, _BLUR, _BLUR_SIGMA = range(20, 30)
 N_DRAWS = 32
 
 
@@ -168,31 +168,16 @@ def adjust_colours(
     brightness: Float[Tensor, " b"],
     contrast: Float[Tensor, " b"],
     saturation: Float[Tensor, " b"],
-    hue: Float[Tensor, " b"],
 ) -> Float[Tensor, "b 3 h w"]:
-    """Change the colours of images in 0..1: three factors, then a shift of hue in turns."""
+    """Change brightness, contrast and saturation of images in 0..1 by these factors, in this order."""
     images = (images * _per_image(brightness)).clamp_(0, 1)
     images = _blend(images, _luminance(images).mean(dim=(1, 2, 3), keepdim=True), contrast)
-    images = _blend(images, _luminance(images), saturation)
-    return _shift_hue(images, hue)
+    return _blend(images, _luminance(images), saturation)
 
 
 def _blend(images: Tensor, base: Tensor, factor: Float[Tensor, " b"]) -> Float[Tensor, "b 3 h w"]:
     weight = _per_image(factor)
     return (images * weight + base * (1 - weight)).clamp_(0, 1)
-
-
-def _shift_hue(images: Float[Tensor, "b 3 h w"], turns: Float[Tensor, " b"]) -> Float[Tensor, "b 3 h w"]:
-    red, green, blue = images.split(1, dim=1)
-    value = images.amax(dim=1, keepdim=True)
-    chroma = value - images.amin(dim=1, keepdim=True)
-    span = chroma + (chroma == 0)
-    from_red, from_green, from_blue = (green - blue) / span, (blue - red) / span + 2, (red - green) / span + 4
-    sextant = torch.where(value == red, from_red, torch.where(value == green, from_green, from_blue))
-    sextant = sextant + 6 * _per_image(turns)
-    # Each channel is at its minimum over a third of the colour wheel; the channels are a third apart.
-    wheel = torch.cat([sextant + 5, sextant + 3, sextant + 1], dim=1).remainder_(6)
-    return value - chroma * torch.minimum(wheel, 4 - wheel).clamp_(0, 1)
 
 
 def normalise(
@@ -257,7 +242,6 @@ class RandomCrop:
         config = self.config
         jittered = _choose(config.jitter_probability, draws[:, _JITTER])
         if jittered is not None:
-            # Even a hue shift of 0 rounds the values, so images that are not chosen keep their own.
             images = torch.where(_per_image(jittered), self._jitter(images, draws), images)
         grey = _choose(config.grey_probability, draws[:, _GREY])
         if grey is not None:
@@ -277,8 +261,7 @@ class RandomCrop:
                 (config.jitter_saturation, _SATURATION),
             )
         )
-        hue = _between((-config.jitter_hue, config.jitter_hue), chances[:, _HUE])
-        return adjust_colours(images, brightness, contrast, saturation, hue)
+        return adjust_colours(images, brightness, contrast, saturation)
 
 
 class WholeImage(RandomCrop):

@@ -313,7 +313,7 @@ def data2vec_vitb16() -> TrainConfig:
         encoder=EncoderConfig(size="base"),
         positions=SINCOS,
         masks=MaskConfig(kind="blockwise", mask_ratio=0.61, target_scale=(0.08, 0.4), target_aspect=(0.3, 3.3)),
-        augment=AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=0.5, jitter_probability=1.0, jitter_hue=0.0),
+        augment=AugmentConfig(crop_scale=(0.08, 1.0), flip_probability=0.5, jitter_probability=1.0),
         optim=OptimConfig(
             epochs=800,
             lr=2e-3,
