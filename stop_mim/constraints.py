@@ -137,9 +137,10 @@ def check_effects(config: Any) -> None:
         if value != default and (other in condition.values) != wanted:
             values = " or ".join(map(str, condition.values))
             remedy = f"set {condition.field} to {values}" if wanted else f"change {condition.field}"
+            # A recipe may have set it, so that leaving it out is no remedy.
+            keep = "leave it out" if default is None else f"leave it at {default}"
             raise InputError(
-                f"{path} is {value}, which has no effect because {condition.field} is {other}: leave it at {default}, or "
-                f"{remedy}."
+                f"{path} is {value}, which has no effect because {condition.field} is {other}: {keep}, or {remedy}."
             )
 
 
