@@ -175,10 +175,10 @@ def _escape(text: str) -> str:
 
 def _short(name: str) -> str:
     """Return a name with the last part of its absolute path alone: a card does not show the author's folders."""
-    prefix, colon, path = name.rpartition(":")
-    # A URL has two slashes.
+    # A folder's name may have a colon too; the path of a URL has two slashes.
+    path = re.sub(r"^\w+:", "", name)
     own = user_path(path).is_absolute() and not path.startswith("//")
-    return prefix + colon + path.rstrip("/").rpartition("/")[2] if own else name
+    return name.removesuffix(path) + path.rstrip("/").rpartition("/")[2] if own else name
 
 
 def _training(origin: Origin) -> str:

@@ -229,3 +229,21 @@ def test_a_card_has_the_name_of_a_file_without_its_folders(ours, encoder, monkey
     monkeypatch.chdir(write)
     assert export_module._origin_of(".", encoder).name == "model"
     assert export_module._origin_of("timm:vit_tiny_patch16_224", encoder).name == "timm:vit_tiny_patch16_224"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/home/me/a:b/photos", "photos"),
+        ("/home/me/2026:photos/", "2026:photos"),
+        ("~/photos", "photos"),
+        ("wds:/home/me/a:b/{0..9}.tar", "wds:{0..9}.tar"),
+        ("wds:https://host/a/{0..9}.tar", "wds:https://host/a/{0..9}.tar"),
+        ("https://host/a/b.parquet", "https://host/a/b.parquet"),
+        ("photos/train", "photos/train"),
+        ("hf:owner/name", "hf:owner/name"),
+        ("scenes:count=40,size=32", "scenes:count=40,size=32"),
+    ],
+)
+def test_a_card_names_data_without_the_folders_of_their_author(name, shown):
+    assert export_module._short(name) == shown
