@@ -239,15 +239,15 @@ def read_pickle(path: Path) -> Any:
         with torch.serialization.safe_globals(NUMBERS), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"contains {named[1]}, which is not a tensor" if named else "contains more than tensors"
-        raise InputError(f"{path} {what}: loading it could run code; save only its tensors.") from error
     # Truncated and foreign files raise many different errors.
     except Exception as error:
         with path.open("rb") as file:
-            is_damaged = file.read(2) in TORCH_FILES
-        what = f"is damaged ({type(error).__name__}): download or copy it again" if is_damaged else NO_WEIGHTS
+            is_torch = file.read(2) in TORCH_FILES
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"is damaged ({type(error).__name__}): download or copy it again" if is_torch else NO_WEIGHTS
+        if isinstance(error, pickle.UnpicklingError) and (named or is_torch):
+            found = f"{named[1]}, which is not a tensor" if named else "more than tensors"
+            what = f"contains {found}: loading it could run code; save only its tensors"
         raise InputError(f"{path} {what}.") from error
 
 

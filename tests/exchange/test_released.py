@@ -198,6 +198,14 @@ def test_code_in_a_file_does_not_run(tmp_path, kind):
     assert marker.exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"x\n", b"<html>", b"0123"])
+def test_a_file_that_torch_did_not_write_has_no_weights(tmp_path, content):
+    path = tmp_path / "page.pth.tar"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"page.pth.tar is neither a file of torch.save"):
+        stop_mim.load_encoder(path)
+
+
 @pytest.mark.parametrize(("part", "new"), [(0.9, True), (0.999, False)])
 def test_a_truncated_file_is_refused(tmp_path, part, new):
     path = tmp_path / "cut.pth.tar"
