@@ -19,9 +19,11 @@ from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "experiments.md"
 PROGRAM = (sys.executable, "-m", "stop_mim")
+# Signals that ask to stop.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Small models fill a GPU better with NVIDIA MPS.
 PRELUDE = """set -euo pipefail
-trap : INT TERM
+trap : INT TERM HUP
 stop-mim() {{
     if [ "$1" = sweep ]; then {program} "$@" {more}; else {program} "$@"; fi
 }}
@@ -95,10 +97,12 @@ def main(given: list[str] | None = None) -> int:
     print("".join(blocks(text, "")), "".join(f" {one}" for one in more), sep="", file=sys.stderr, flush=True)
     paths = [str(folder.resolve()), str(PAGE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # The commands get these signals too, and save their runs.
-    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    # In a group of their own, the commands get each signal once, from here, whoever sent it to whom; they save their runs.
+    process = subprocess.Popen(["bash", "-c", script(text, more)], cwd=folder, env=environment, process_group=0)
+    asked = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, lambda given, _: os.killpg(process.pid, given)) for number in asked}
     try:
-        return subprocess.run(["bash", "-c", script(text, more)], cwd=folder, env=environment).returncode
+        return process.wait()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

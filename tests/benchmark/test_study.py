@@ -114,7 +114,8 @@ def test_a_command_that_fails_ends_the_experiment(small, images, tmp_path, monke
 
 
 def test_commands_that_are_stopped_may_save_first(small, images, tmp_path, monkeypatch, capfd):
-    stop = f"kill -TERM $PPID {os.getpid()}; sleep 0.1; echo saved; exit 143"
+    # The signal goes to the script alone, which passes it on.
+    stop = f"trap 'echo saved; exit 143' TERM; kill -TERM {os.getpid()}; while :; do sleep 0.1; done"
     monkeypatch.setattr(small, "PROGRAM", ("sh", "-c", stop))
     assert small.main(["1", "--data", str(images), "--out", str(tmp_path)]) == 143
     assert capfd.readouterr().out == "saved\n"
