@@ -174,7 +174,8 @@ def _joined(variant: str, name: str, value: Any) -> str:
 def with_overrides(config: Config, overrides: Overrides) -> Config:
     """Return a config with fields replaced, each named by its path, such as positions.sigma."""
     nested: dict[str, Any] = {}
-    for path, value in overrides.items():
+    # In the order of their paths, a field comes before what would be its own fields.
+    for path, value in sorted(flat(overrides), key=operator.itemgetter(0)):
         *groups, name = path.split(".")
         part = nested
         for group in groups:

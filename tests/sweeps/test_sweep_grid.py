@@ -65,8 +65,16 @@ def test_fields_are_varied_in_every_combination():
 
 
 def test_a_field_has_no_fields_of_its_own():
-    with pytest.raises(InputError, match=r"'seed\.x' and 'seed' are both given"):
-        with_overrides(TrainConfig(), {"seed": 1, "seed.x": 2})
+    for given in ({"seed": 1, "seed.x": 2}, {"seed.x": 2, "seed": 1}):
+        with pytest.raises(InputError, match=r"'seed\.x' and 'seed' are both given"):
+            with_overrides(TrainConfig(), given)
+
+
+def test_a_group_and_one_of_its_fields_are_both_applied():
+    given = {"positions.sigma": 0.1, "positions": {"apply_to": "both"}}
+    positions = with_overrides(TrainConfig(), given).positions
+    assert (positions.sigma, positions.apply_to) == (0.1, "both")
+    assert given == {"positions.sigma": 0.1, "positions": {"apply_to": "both"}}
 
 
 def test_learned_and_fixed_covariance_are_compared_at_the_same_sigmas():
