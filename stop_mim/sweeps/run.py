@@ -15,7 +15,7 @@ from stop_mim.benchmark.bench import open_run
 from stop_mim.data.labelled import read_image_list
 from stop_mim.data.sources import open_source
 from stop_mim.errors import InputError
-from stop_mim.evaluation.data import open_task_data
+from stop_mim.evaluation.data import kinds_of_data, open_task_data
 from stop_mim.files import locked
 from stop_mim.interruption import catch_interruption
 from stop_mim.records import read_record, write_json
@@ -58,11 +58,13 @@ def run_sweep(
     configs = [plan.config(variant) for variant in plan.chosen]
     for data in dict.fromkeys(data for one in configs for data in (one.data, one.probe.data) if data):
         open_source(data)
-    labels = {one.label for one in open_task_data(plan.labelled_data, config.test_data)}
-    for name, data in config.transfers.items():
-        if name in labels:
+    labels = set()
+    if "images" in kinds_of_data(plan.labelled_data):
+        labels = {one.label for one in open_task_data(plan.labelled_data, config.test_data)}
+    for transfer, data in config.transfers.items():
+        if transfer in labels:
             raise InputError(
-                f"transfer has the name '{name}', which is a label of {plan.labelled_data}: give another name."
+                f"transfer has the name '{transfer}', which is a label of {plan.labelled_data}: give another name."
             )
         open_task_data(data)
     plan.out.mkdir(parents=True, exist_ok=True)

@@ -98,6 +98,13 @@ def test_images_that_cannot_be_used_are_refused_before_the_training(mini, consol
     assert not Path("out").exists()
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_a_scale_may_score_videos(mini, console, tmp_path):
+    (tmp_path / "videos" / "JPEGImages").mkdir(parents=True)
+    mini["scale"] = replace(mini["scale"], evaluate=("--task", "video", "--data", "videos"))
+    assert run_sweep("mini", mini_config(seeds=(0,), transfer=("count=scenes",)), console=console).failed == {}
+
+
 def test_the_images_of_a_recipe_are_probed_where_no_others_are_given(mini):
     mini["scale"] = replace(mini["scale"], evaluate=())
     assert make_plan("mini", mini_config()).labelled_data == "scenes:count=32,size=32"
