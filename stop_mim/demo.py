@@ -28,6 +28,7 @@ from stop_mim.results import RESULTS_FILE, UNTRAINED, Evaluation, add_results, t
 from stop_mim.tables import say
 from stop_mim.training.config import TrainConfig
 from stop_mim.training.pretrain import train
+from stop_mim.training.run_folder import RunFolder
 
 # Labels of scenes: how they become classes, and the accuracy in percent of a guess.
 LABELS = {"count": (count_classes, 100 / 8), "distance": (distance_classes, 100 / 6)}
@@ -46,7 +47,9 @@ PIXELS = "pixels"
 def run_demo(config: TrainConfig, console: Console | None = None) -> Path:
     """Train, probe and draw; return the run directory."""
     console = console or Console()
-    config = replace(config, out=str(unused(Path(config.out or "stop-mim-demo"))))
+    out = unused(Path(config.out or "stop-mim-demo"))
+    RunFolder(out).require_new()
+    config = replace(config, out=str(out))
     console.print("Drawing scenes, then training a small StoP model on them (about two minutes on two cores).")
     sources = open_source(config.data), open_source(TEST_SCENES, "test")
     console.print(f"{len(sources[0]):,} scenes for training without labels, {len(sources[1]):,} for testing.")

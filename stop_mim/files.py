@@ -36,6 +36,13 @@ def require_writable(name: str, path: Path, remedy: str = "give a file in a fold
     raise InputError(f"{name} cannot be written: it {obstacle}; {remedy}.")
 
 
+def require_creatable(folder: Path) -> None:
+    """Raise InputError if a folder does not exist and cannot be created, or cannot be written; leaves nothing there."""
+    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"{folder} cannot be created ({existing} is not a writable folder): choose another --out.")
+
+
 def why_not_written(folder: Path) -> str:
     """Create a folder, and return the reason why files cannot be written to it; "" if they can."""
     try:

@@ -44,7 +44,7 @@ from stop_mim.analysis.runs import (
     spreads_by_sigma,
 )
 from stop_mim.errors import InputError
-from stop_mim.files import write_atomically
+from stop_mim.files import require_creatable, write_atomically
 from stop_mim.models.objective import TargetObjective
 from stop_mim.positions import Grid, StochasticPositions
 from stop_mim.seeds import seeded_generator
@@ -110,6 +110,10 @@ def draw_figures(
     everything = "all" in names
     chosen = {name: FIGURES.find(name) for name in (FIGURES if everything else names)}
     paths, written = run_folders(runs), list[Path]()
+    # These are mistakes, and not runs that do not suffice.
+    require_creatable(Path(out))
+    for path in paths:
+        read_records(path)
     for name, draw in chosen.items():
         try:
             with matplotlib.rc_context(STYLE):

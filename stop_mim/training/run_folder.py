@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import re
 import sys
@@ -17,7 +16,15 @@ import torch
 
 from stop_mim.data.image_source import skipped
 from stop_mim.errors import InputError, printable
-from stop_mim.files import append_line, locked, remove, remove_temporaries, require_regular, write_atomically
+from stop_mim.files import (
+    append_line,
+    locked,
+    remove,
+    remove_temporaries,
+    require_creatable,
+    require_regular,
+    write_atomically,
+)
 from stop_mim.models.encoder_file import ENCODER_FILE
 from stop_mim.records import MOST, from_plain, read_record
 from stop_mim.training.checkpoint import checkpoints_in
@@ -64,9 +71,7 @@ class RunFolder:
         others = set(self.path.iterdir()) - set(self._bad_images_files()) if self.path.is_dir() else set()
         if self.path.exists() and (not self.path.is_dir() or others):
             raise InputError(f"{self.path} exists and is not an empty directory: choose another --out.")
-        existing = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise InputError(f"{self.path} cannot be created ({existing} is not writable): choose another --out.")
+        require_creatable(self.path)
 
     @contextmanager
     def lock(self, is_main: bool) -> Iterator[None]:
