@@ -242,12 +242,17 @@ class Sweep:
         refuse_unknown(unknown, self, base)
         axes = self._axes(base)
         sets = [variant.keys() for variant in varied(SWEEPS.find(self.run.name)(), axes).variants.values()]
-        options = {path: (f"--{path.replace('_', '-')}", value) for path, value in given.items()}
+        # A switch is turned off by its name with no- before it.
+        options = {
+            path.replace(".no_", "."): f"--{path.replace('_', '-')} {value}".strip() for path, value in given.items()
+        }
         if self.run.config.epochs is not None:
-            options["optim.epochs"] = "--epochs", self.run.config.epochs
+            epochs = f"--epochs {self.run.config.epochs}"
+            if "optim.epochs" in options:
+                raise InputError(f"{epochs} and {options['optim.epochs']} are both given: leave one out.")
+            options["optim.epochs"] = epochs
         for path in set(options).intersection(*sets):
-            option, value = options[path]
-            raise InputError(f"{option} is {value}, but every variant of this sweep sets {path}: leave it out.")
+            raise InputError(f"{options[path]} is given, but every variant of this sweep sets {path}: leave it out.")
         from stop_mim.sweeps.run import run_sweep
 
         summary = run_sweep(self.run.name, self.run.config, base, axes=axes)
@@ -553,6 +558,9 @@ def _settings(name: str, given: Sequence[str]) -> dict[str, Any]:
         lines = (f"  - {figure}: {FIGURES.summary(figure)}" for figure in FIGURES)
         settings["description"] += "\n\n" + "\n".join(lines)
     if name == given[0] == "resume" and len(given) > 1 and given[1] not in HELP:
+        # The run's own config has the defaults of its options.
+        if given[1].startswith("-"):
+            raise InputError(f"resume needs a run directory first: write it before {given[1]}.")
         _require_paths("run", given[1])
         from stop_mim.training.run_folder import RunFolder
 

@@ -76,7 +76,7 @@ def refuse_unknown(unknown: Sequence[str], *options: object) -> None:
     if not name.startswith("-"):
         remedy = "--help shows what can be given."
         if name.lower() in SWITCH_VALUES:
-            remedy = "a switch takes no value; --log.no-tensorboard turns one off."
+            remedy = "the option before it takes no more values; a switch takes none, and --log.no-tensorboard turns one off."
         elif Path(name).is_dir():
             remedy = "write the option before it, such as --data."
         elif wanted in flags:

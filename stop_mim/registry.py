@@ -107,7 +107,7 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
     """Return the error for a name that is not among the known ones, with the closest of them."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1) or [one for one in names if name in one][:3]
+    close = difflib.get_close_matches(name, names, n=1) or [one for one in names if name and name in one][:3]
     remedy = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose one of {', '.join(names)}."
     return InputError(f"There is no {kind} '{name}': {remedy}")
 

@@ -29,7 +29,9 @@ def read_config(path: Path) -> TrainConfig:
         config = from_plain(TrainConfig, plain, base=following(base, dict(flat(plain))))
     # A file that is nested too deeply is a RecursionError.
     except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read as a configuration ({first_line(error)}): correct it.") from error
+        raise InputError(
+            f"{path} cannot be read as a configuration ({first_line(error).rstrip('.')}): correct it."
+        ) from error
     return replace(config, out=None, stop_after_steps=None) if path.name == "config.json" else config
 
 

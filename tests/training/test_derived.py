@@ -132,7 +132,7 @@ def test_a_file_describes_a_new_run(tmp_path):
         assert read_config(tmp_path / empty) == TrainConfig()
     for text in ("optim: [1]", "optim: {lr: fast}", "optim: {rate: 1}", "recipe: stop-vitb61", "a: b: c", "3"):
         file.write_text(text)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=r"[^.]\): correct it\."):
             read_config(file)
 
 
