@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -465,6 +465,7 @@ def _run(given: list[str]) -> None:
         _check_name(*given[:2])
     kinds = [Annotated[kind, subcommand(name, **_settings(name, given))] for name, kind in COMMANDS.items()]
     command, unknown = parse(functools.reduce(operator.or_, kinds), given, prog="stop-mim")
+    _check_launch(given_options(given))
     if isinstance(command, Sweep):
         command(unknown)
     else:
@@ -474,6 +475,14 @@ def _run(given: list[str]) -> None:
             _submit(given, command, launch)
         else:
             command()
+
+
+def _check_launch(given: Mapping[str, str]) -> None:
+    """Raise InputError for options of a job without --launch; the command inside of a job has `--launch local`."""
+    for path, value in given.items():
+        if (path.startswith("launch.") or path == "job") and "launch" not in given:
+            option = f"--{path.replace('_', '-')} {value}".strip()
+            raise InputError(f"{option} has no effect without --launch: add --launch slurm, or leave it out.")
 
 
 def _submit(given: Sequence[str], command: Any, launch: LaunchConfig) -> None:

@@ -177,6 +177,11 @@ for line in {lines}:
         (["pretrain", "stop-photos", "--config", "missing.yaml"], "'stop-photos' and --config are both given"),
         (["pretrain", "--config", "missing.yaml"], "missing.yaml: No such file"),
         (["pretrain", "demo", "--data", "scenes:count=8,size=32"], "optim.batch_size is 16"),
+        (
+            ["pretrain", "demo", "--launch.gpus", "8"],
+            "--launch.gpus 8 has no effect without --launch: add --launch slurm",
+        ),
+        (["sweep", "tokens", "--job", "slurm_account=x"], "--job slurm_account=x has no effect without --launch"),
         (["resume"], "RUN is not given"),
         (["resume", "no/such/run"], "no/such/run"),
         (["resume", "--speed.device", "cpu", "run"], "needs a run directory first: write it before --speed.device."),
