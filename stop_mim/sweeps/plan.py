@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
-from stop_mim.constraints import ABOVE_ZERO, AT_LEAST_ZERO, SEED, Checked, Each, check_effects
+from stop_mim.constraints import ABOVE_ZERO, Checked, Each, Number, check_effects
 from stop_mim.errors import InputError
 from stop_mim.launch import LaunchConfig
 from stop_mim.options import Compat
@@ -24,6 +24,8 @@ PLAN_FILE, SCORES_FILE = "sweep.json", "scores.json"
 FORMAT = "stop-mim sweep 2"
 # How the probes of --transfer are fitted.
 TRANSFER_PROBE = ("--task", "linear", "--linear.standardise", "True", "--linear.layers", "1")
+# The names of runs' directories have the seeds.
+SEED_FROM_ZERO = Number("give a number from 0 to below 2^63", at_least=0, below=2**63)
 # Groups of fields that do not change results.
 WITHOUT_EFFECT = ("speed.", "log.", "checkpoint.")
 
@@ -52,7 +54,7 @@ class SweepConfig(Checked):
     """Text file with the names of the few labelled images (imagenet: the published 1%); default: drawn at random."""
     transfer: tuple[str, ...] = ()
     """Other labelled data for a linear probe of every run, each as NAME=DATA, such as scenes=scenes:count=8000,size=64."""
-    seeds: Annotated[tuple[int, ...], Each(AT_LEAST_ZERO), Each(SEED)] = (0, 1, 2)
+    seeds: Annotated[tuple[int, ...], Each(SEED_FROM_ZERO)] = (0, 1, 2)
     """Seeds of each variant; use at least three to compare variants."""
     variants: tuple[str, ...] = ()
     """Variants to run; default: all."""
