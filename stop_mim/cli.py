@@ -465,11 +465,12 @@ def _run(given: list[str]) -> None:
         _check_name(*given[:2])
     kinds = [Annotated[kind, subcommand(name, **_settings(name, given))] for name, kind in COMMANDS.items()]
     command, unknown = parse(functools.reduce(operator.or_, kinds), given, prog="stop-mim")
+    if not isinstance(command, Sweep):
+        refuse_unknown(unknown, command)
     _check_launch(given_options(given))
     if isinstance(command, Sweep):
         command(unknown)
     else:
-        refuse_unknown(unknown, command)
         launch = getattr(command.run if isinstance(command, Pretrain) else command, "launch", None)
         if launch is not None and launch.is_job:
             _submit(given, command, launch)

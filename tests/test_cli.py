@@ -182,6 +182,7 @@ for line in {lines}:
             "--launch.gpus 8 has no effect without --launch: add --launch slurm",
         ),
         (["sweep", "tokens", "--job", "slurm_account=x"], "--job slurm_account=x has no effect without --launch"),
+        (["figure", "theory", "--launch.gpus", "8"], "There is no option --launch.gpus"),
         (["resume"], "RUN is not given"),
         (["resume", "no/such/run"], "no/such/run"),
         (["resume", "--speed.device", "cpu", "run"], "needs a run directory first: write it before --speed.device."),
