@@ -23,7 +23,10 @@ SCORES = {
     "linear": ("linear/top1", "linear_held", "linear_test"),
     "20-NN": ("knn/neighbours=20/top1", "knn_held", "knn_test"),
     "1% of the labels": ("low-shot/1%/top1", "shot5_held", "shot5_test"),
+    "counts": ("scenes/count/linear/top1", "scenes/count/top1", "count_test"),
+    "distances": ("scenes/distance/linear/top1", "scenes/distance/top1", "distance_test"),
 }
+LEAST_PAIRS = 3
 
 
 class Pairs(NamedTuple):
@@ -42,6 +45,7 @@ class Row(NamedTuple):
 
 
 STOP, CONTEXT, BOTH = "StoP, noise on masked tokens", "noise on context tokens", "noise on both"
+FIXED_CONTEXT = "fixed covariance, context tokens"
 LONG = (Pairs("variants:stop-0.25", "chosen:B-ijepa-lr5e-4"), Pairs("seeds:stop-0.25", "seeds:ijepa"))
 SHORT = Pairs("ablations:masked", "ablations:none")
 CORNER = Pairs("corner:kind-stochastic", "corner:kind-sincos")
@@ -56,12 +60,14 @@ ROWS = (
     Row(STOP, "MAE, ViT-S/8, 20 epochs", (Pairs("mae:kind-stochastic", "mae:kind-sincos"),)),
     Row(CONTEXT, "ViT-S/8, 22 epochs", (Pairs("ablations:context", "ablations:none"),)),
     Row(CONTEXT, "small model, 5 epochs", (Pairs("context-small:context", "context-small:none"),)),
+    Row(CONTEXT, "small model, 5 epochs, new seeds", (Pairs("context-noise:context", "context-noise:none"),)),
+    Row(FIXED_CONTEXT, "small model, 5 epochs", (Pairs("context-noise:identity", "context-noise:none"),)),
     Row(BOTH, "ViT-S/8, 22 epochs", (Pairs("ablations:both", "ablations:none"),)),
     Row("fixed covariance, masked tokens", "ViT-S/8, 22 epochs", (Pairs("ablations:fixed-0.01", "ablations:none"),)),
     Row("l1 on A, no noise", "ViT-S/8, 22 epochs", (Pairs("ablations:l1-0.2", "ablations:none"),)),
     Row("jittered coordinates", "ViT-S/8, 22 epochs", (Pairs("jitter:kind-jittered", "jitter:kind-sincos"),)),
 )
-COLOURS = {STOP: BLUE, CONTEXT: VERMILION, BOTH: GREEN}
+COLOURS = {STOP: BLUE, CONTEXT: VERMILION, FIXED_CONTEXT: VERMILION, BOTH: GREEN}
 
 
 def by_seed(raw: Path, runs: str, score: str) -> dict[int, float]:
@@ -70,8 +76,10 @@ def by_seed(raw: Path, runs: str, score: str) -> dict[int, float]:
     record = json.loads((raw / f"{file}.json").read_text())
     found = {}
     for run in record.get("runs", ()):
-        if seed := re.fullmatch(re.escape(name) + r"(?:(?:/seed)?-(\d+))?", run["name"]):
-            found[int(seed[1] or 0)] = mean(run["scores"][key] for key in SCORES[score] if key in run["scores"])
+        seed = re.fullmatch(re.escape(name) + r"(?:(?:/seed)?-(\d+))?", run["name"])
+        values = [run["scores"][key] for key in SCORES[score] if key in run["scores"]]
+        if seed and values:
+            found[int(seed[1] or 0)] = mean(values)
     summaries: dict[str, Any] = record.get("summary", {}).get("variants", {}).get(name, {}).get("scores", {})
     for key in filter(summaries.__contains__, SCORES[score]):
         found |= {int(seed): value for seed, value in summaries[key]["by_seed"].items()}
@@ -94,17 +102,19 @@ def interval(found: list[float]) -> Difference:
 
 
 def draw(raw: Path) -> Figure:
-    """Return a figure with a panel for each score and a line for each comparison."""
-    figure = Figure(figsize=(10, 0.42 * len(ROWS) + 1.1), layout="constrained")
-    panels = figure.subplots(1, len(SCORES), sharey=True, sharex=True)
+    """Return a figure with a panel for each score and a line for each comparison that has enough pairs."""
+    figure = Figure(figsize=(12, 0.42 * len(ROWS) + 1.1), layout="constrained")
+    panels = figure.subplots(1, len(SCORES), sharey=True)
     labels = {}
     for axes, score in zip(panels, SCORES, strict=True):
         axes.axvline(0, color=BLACK, linewidth=0.8)
         axes.grid(axis="x", color="0.92")
         for place, row in zip(count(len(ROWS), -1), ROWS, strict=False):
             found, colour = differences(raw, row.pairs, score), COLOURS.get(row.positions, GREY)
+            if len(found) < LEAST_PAIRS:
+                continue
             shown = interval(found)
-            labels[place] = f"{row.positions}\n{row.training}, {shown.pairs} pairs"
+            labels.setdefault(place, f"{row.positions}\n{row.training}, {shown.pairs} pairs")
             axes.plot([shown.low, shown.high], [place, place], color=colour, linewidth=2)
             axes.plot(shown.difference, place, "o", color=colour, markersize=6, markeredgecolor="white")
             axes.plot(found, [place + 0.27] * len(found), "|", color=colour, markersize=5)
