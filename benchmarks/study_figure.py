@@ -52,7 +52,7 @@ CORNER = Pairs("corner:kind-stochastic", "corner:kind-sincos")
 SMALL = Pairs("context-small:masked", "context-small:none")
 FIRST = Pairs("chosen:D-stop-0.25", "chosen:A-ijepa")
 ROWS = (
-    Row(STOP, "I-JEPA, the next four rows and one pair more", (FIRST, *LONG, CORNER, SHORT, SMALL)),
+    Row(STOP, "the next four rows, one pair more", (FIRST, *LONG, CORNER, SHORT, SMALL)),
     Row(STOP, "ViT-S/8, 43 to 54 epochs", LONG),
     Row(STOP, "ViT-S/8, 22 epochs", (SHORT,)),
     Row(STOP, "ViT-S/4, 9,000 images, 120 epochs", (CORNER,)),
@@ -60,7 +60,7 @@ ROWS = (
     Row(STOP, "MAE, ViT-S/8, 20 epochs", (Pairs("mae:kind-stochastic", "mae:kind-sincos"),)),
     Row(CONTEXT, "ViT-S/8, 22 epochs", (Pairs("ablations:context", "ablations:none"),)),
     Row(CONTEXT, "small model, 5 epochs", (Pairs("context-small:context", "context-small:none"),)),
-    Row(CONTEXT, "small model, 5 epochs, new seeds", (Pairs("context-noise:context", "context-noise:none"),)),
+    Row(CONTEXT, "small model, new seeds", (Pairs("context-noise:context", "context-noise:none"),)),
     Row(FIXED_CONTEXT, "small model, 5 epochs", (Pairs("context-noise:identity", "context-noise:none"),)),
     Row(BOTH, "ViT-S/8, 22 epochs", (Pairs("ablations:both", "ablations:none"),)),
     Row("fixed covariance, masked tokens", "ViT-S/8, 22 epochs", (Pairs("ablations:fixed-0.01", "ablations:none"),)),
@@ -103,7 +103,7 @@ def interval(found: list[float]) -> Difference:
 
 def draw(raw: Path) -> Figure:
     """Return a figure with a panel for each score and a line for each comparison that has enough pairs."""
-    figure = Figure(figsize=(12, 0.42 * len(ROWS) + 1.1), layout="constrained")
+    figure = Figure(figsize=(8.6, 0.42 * len(ROWS) + 1.1), layout="constrained")
     panels = figure.subplots(1, len(SCORES), sharey=True)
     labels = {}
     for axes, score in zip(panels, SCORES, strict=True):
