@@ -97,7 +97,7 @@ def main(given: list[str] | None = None) -> int:
     print("".join(blocks(text, "")), "".join(f" {one}" for one in more), sep="", file=sys.stderr, flush=True)
     paths = [str(folder.resolve()), str(PAGE.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # In a group of their own, the commands get each signal once, from here, whoever sent it to whom; they save their runs.
+    # In a process group of their own, the commands get Ctrl-C and signals to this script once, from here, and save their runs.
     process = subprocess.Popen(["bash", "-c", script(text, more)], cwd=folder, env=environment, process_group=0)
     asked = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda given, _: os.killpg(process.pid, given)) for number in asked}

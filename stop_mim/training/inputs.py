@@ -138,8 +138,8 @@ def split_batch(config: TrainConfig, ranks: Ranks) -> tuple[int, int]:
     total, given = config.optim.batch_size, config.speed.batch_size_per_device
     if total % (fewest := (given or 1) * ranks.world_size):
         raise InputError(
-            f"optim.batch_size is {total}: it must be a multiple of {fewest} ({given or 1} on each of {ranks.world_size} "
-            "devices); change it, speed.batch_size_per_device or the number of processes."
+            f"optim.batch_size is {total}: it must be a multiple of {fewest} (images on a device: {given or 1}, devices: "
+            f"{ranks.world_size}); change it, speed.batch_size_per_device or the number of processes."
         )
     per_device = given or most_at_once(config, total // ranks.world_size)
     if config.masks.compat == "release":
